@@ -1,0 +1,42 @@
+# Verbflow. `make help` lists the targets. The first target that needs it makes the virtual environment.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON := .venv/bin/python
+export PYTHONDONTWRITEBYTECODE := 1
+
+NAME ?= smoke
+PROFILE ?=
+PROTO := runtime/cluster/proto
+
+.PHONY: help setup venv test test-native test-rxe lint types proto proto-check constraints
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+venv:
+	@bash harness/setup.sh venv
+
+setup: ## virtual environment, the distribution's pyverbs, packages for soft-RoCE
+	@bash harness/setup.sh apt
+	@bash harness/setup.sh venv
+
+lint: venv ## style (ruff) and types (mypy)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy runtime harness
+
+test: setup ## everything: lint, types, drift check, native tests, tests in the soft-RoCE guest
+	@$(MAKE) --no-print-directory lint proto-check
+	$(PYTHON) -m pytest
+
+proto: venv ## generate the protobuf code that is committed
+	cd $(CURDIR) && $(PYTHON) -m grpc_tools.protoc -I . --python_out=. --grpc_python_out=. $(PROTO)/*.proto
+
+proto-check: venv ## the committed protobuf code is what the .proto files generate
+	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && \
+	$(PYTHON) -m grpc_tools.protoc -I . --python_out="$$scratch" --grpc_python_out="$$scratch" $(PROTO)/*.proto && \
+	for file in $$(cd "$$scratch" && find . -name '*_pb2*.py'); do \
+	    cmp "$$scratch/$$file" "$$file" || { echo "run make proto: $$file is stale"; exit 1; }; done
+
+constraints: venv ## refresh constraints.txt from the installed versions
+	@{ head -1 constraints.txt; $(PYTHON) -m pip freeze --exclude-editable | grep -viE '^(torch|tensorflow|mpi4py|ibverbs)'; } > constraints.new && mv constraints.new constraints.txt

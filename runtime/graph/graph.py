@@ -1,0 +1,279 @@
+"""Graph: append-only named nodes on TensorFlow-style devices, shapes inferred as they are added."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from runtime.errors import GraphError, ShapeError
+from runtime.graph.ops import Attrs, Op, op_class
+from runtime.tensor import TensorSpec
+
+_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
+_DEVICE = re.compile(r"(/job:[A-Za-z][A-Za-z0-9_-]*/task:\d+)?")
+_current = threading.local()
+
+
+class Node:
+    """One operation in a graph. Made by ``Graph.add`` only, never changed afterwards.
+
+    ``device`` is a task name as ``/job:ps/task:0``, or "" where placement decides. ``control`` nodes run before this one.
+    """
+
+    __slots__ = ("attrs", "colocate", "control", "device", "graph", "index", "inputs", "name", "op", "specs")
+
+    def __init__(
+        self,
+        graph: Graph,
+        index: int,
+        name: str,
+        op: type[Op],
+        inputs: tuple[Output, ...],
+        control: tuple[Node, ...],
+        device: str,
+        colocate: str,
+        attrs: Attrs,
+        specs: tuple[TensorSpec, ...],
+    ) -> None:
+        self.graph = graph
+        self.index = index
+        self.name = name
+        self.op = op
+        self.inputs = inputs
+        self.control = control
+        self.device = device
+        self.colocate = colocate
+        self.attrs = attrs
+        self.specs = specs
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        return tuple(Output(self, index) for index in range(len(self.specs)))
+
+    @property
+    def out(self) -> Output:
+        """The only output; GraphError if there is not exactly one."""
+        if len(self.specs) != 1:
+            raise GraphError(f"node {self.name} ({self.op.name}) has {len(self.specs)} outputs, not one")
+        return Output(self, 0)
+
+    def __repr__(self) -> str:
+        return f"<{self.op.name} {self.name} -> {', '.join(map(str, self.specs)) or 'nothing'}>"
+
+
+class Output:
+    """One output of a node; what ops take as inputs and sessions fetch. Compares by node and index."""
+
+    __slots__ = ("index", "node")
+
+    def __init__(self, node: Node, index: int) -> None:
+        self.node = node
+        self.index = index
+
+    @property
+    def spec(self) -> TensorSpec:
+        return self.node.specs[self.index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.spec.dtype
+
+    @property
+    def graph(self) -> Graph:
+        return self.node.graph
+
+    @property
+    def name(self) -> str:
+        """``node:index``, as TensorFlow names tensors."""
+        return f"{self.node.name}:{self.index}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Output) and other.node is self.node and other.index == self.index
+
+    def __hash__(self) -> int:
+        return hash((id(self.node), self.index))
+
+    def __repr__(self) -> str:
+        return f"<Output {self.name} {self.spec}>"
+
+
+class Graph:
+    """Nodes in the order in which they were added, which is a topological one: a node takes only what exists already, so
+    a cycle cannot be built. Not safe for building from several threads."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._by_name: dict[str, Node] = {}
+        self._device: list[str] = [""]
+        self._colocate: list[str] = [""]
+        self._scope: list[str] = [""]
+        self._control: list[tuple[Node, ...]] = [()]
+
+    def add(
+        self,
+        op: str,
+        *inputs: Output | Node,
+        name: str | None = None,
+        device: str | None = None,
+        control: Sequence[Node] = (),
+        **attrs: Any,
+    ) -> Node:
+        """Append a node. Its shape is inferred now; ShapeError names the node and the shapes.
+
+        Without ``name`` one is made from the op's (``MatMul``, ``MatMul_1``); a given one must be free. ``device`` "" leaves the
+        choice to placement; None takes the ``device`` block around.
+        """
+        cls = op_class(op)
+        if name is None:
+            full = self._free_name(self._scoped(cls.name))
+        else:
+            full = self._scoped(name)
+            if full in self._by_name:
+                raise GraphError(f"node name {full!r} is taken by {self._by_name[full]!r}")
+        if not _NAME.fullmatch(full):
+            raise GraphError(f"node name {full!r} must match {_NAME.pattern}")
+        where = self._device[-1] if device is None else _checked_device(device)
+        taken = tuple(self._own(full, value) for value in inputs)
+        before = (*self._control[-1], *control)
+        for node in before:
+            if node.graph is not self:
+                raise GraphError(f"node {full}: control input {node.name} belongs to another graph")
+        specs_in = [value.spec for value in taken]
+        try:
+            specs = tuple(cls.infer(specs_in, attrs))
+        except ShapeError as error:
+            shapes = ", ".join(f"{value.name} {value.spec}" for value in taken) or "no inputs"
+            raise ShapeError(f"node {full} ({cls.name}) with inputs {shapes}: {error}") from None
+        node = Node(
+            self,
+            len(self.nodes),
+            full,
+            cls,
+            taken,
+            tuple(dict.fromkeys(before)),
+            where,
+            self._colocate[-1],
+            attrs,
+            specs,
+        )
+        self.nodes.append(node)
+        self._by_name[full] = node
+        return node
+
+    def node(self, name: str) -> Node:
+        """The node called ``name``; GraphError with near matches on a miss."""
+        node = self._by_name.get(name)
+        if node is None:
+            import difflib
+
+            near = difflib.get_close_matches(name, self._by_name, 3)
+            raise GraphError(f"no node is called {name!r}" + (f"; near: {', '.join(near)}" if near else ""))
+        return node
+
+    def output(self, name: str) -> Output:
+        """The output called ``node:index`` or, for a node with one output, ``node``."""
+        stem, _, index = name.partition(":")
+        node = self.node(stem)
+        if not index:
+            return node.out
+        if not index.isdigit() or int(index) >= len(node.specs):
+            raise GraphError(f"node {stem} has {len(node.specs)} outputs, no output {index!r}")
+        return Output(node, int(index))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @contextmanager
+    def as_default(self) -> Iterator[Graph]:
+        """Make this the graph of the functions that build nodes without naming one (those that take no input)."""
+        before = getattr(_current, "graph", None)
+        _current.graph = self
+        try:
+            yield self
+        finally:
+            _current.graph = before
+
+    @contextmanager
+    def device(self, device: str) -> Iterator[None]:
+        """Nodes added inside are placed on ``device``, for example ``/job:worker/task:1``."""
+        self._device.append(_checked_device(device))
+        try:
+            yield
+        finally:
+            self._device.pop()
+
+    @contextmanager
+    def colocate_with(self, node: Node) -> Iterator[None]:
+        """Nodes added inside are placed where ``node`` is, whatever placement decides for it."""
+        self._colocate.append(node.colocate or node.name)
+        self._device.append(node.device)
+        try:
+            yield
+        finally:
+            self._device.pop()
+            self._colocate.pop()
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Names added inside get the prefix ``name/``; scopes nest."""
+        self._scope.append(self._scoped(name))
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    @contextmanager
+    def control_dependencies(self, nodes: Sequence[Node]) -> Iterator[None]:
+        """Nodes added inside run after ``nodes``."""
+        self._control.append((*self._control[-1], *nodes))
+        try:
+            yield
+        finally:
+            self._control.pop()
+
+    def _scoped(self, name: str) -> str:
+        scope = self._scope[-1]
+        return f"{scope}/{name}" if scope else name
+
+    def _free_name(self, stem: str) -> str:
+        name, count = stem, 0
+        while name in self._by_name:
+            count += 1
+            name = f"{stem}_{count}"
+        return name
+
+    def _own(self, consumer: str, value: Output | Node) -> Output:
+        if isinstance(value, Node):
+            value = value.out
+        if not isinstance(value, Output):
+            raise GraphError(f"node {consumer}: input {value!r} is not a graph output; wrap numbers with constant()")
+        if value.node.graph is not self:
+            raise GraphError(f"node {consumer}: input {value.name} belongs to another graph")
+        return value
+
+
+def current_graph() -> Graph:
+    """The graph of the innermost ``as_default`` block of this thread."""
+    graph = getattr(_current, "graph", None)
+    if graph is None:
+        raise GraphError("no graph is current; build inside `with graph.as_default():`")
+    assert isinstance(graph, Graph)
+    return graph
+
+
+def _checked_device(device: str) -> str:
+    if not _DEVICE.fullmatch(device):
+        raise GraphError(f"device {device!r} is not of the form /job:NAME/task:N")
+    return device

@@ -1,0 +1,120 @@
+"""The op registry: one class an op gives its shape rule, kernel, gradient and cost.
+
+A graph is fully static in shape: a placeholder states its shape, and a new batch size is a new placeholder. So a kernel is
+*compiled* once against the very arrays that it will read and write, and a step is a list of calls without arguments.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from runtime.errors import GraphError
+from runtime.tensor import TensorSpec
+
+if TYPE_CHECKING:
+    from runtime.graph.graph import Graph, Node, Output
+
+Attrs = Mapping[str, Any]
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one execution takes: floating-point operations, and bytes read plus written."""
+
+    flops: int
+    nbytes: int
+
+
+class Workspace:
+    """Temporary memory of one kernel call. The plan hands all kernels of one thread the same bytes, because only one of
+    them runs at a time; content does not survive a call."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self._memory = memory
+
+    def array(self, shape: Sequence[int], dtype: Any, offset: int = 0) -> np.ndarray:
+        """A view of the workspace; the kernel asks for at most what ``Op.workspace`` announced."""
+        spec = TensorSpec(tuple(shape), np.dtype(dtype))
+        return self._memory[offset : offset + spec.nbytes].view(spec.dtype).reshape(spec.shape)
+
+
+class Op(ABC):
+    """An operation. Instances do not exist: the class is the entry in the registry, all methods are static or class ones.
+
+    ``inplace``: pairs (input, output) that may share memory, because element i of the output depends on no other element
+    of that input that is written before it is read. The plan decides whether they do.
+    ``alias``: output 0 *is* input 0's memory under another shape (Reshape, Identity); such an op has no kernel call.
+    ``stateful``: never folded, merged or pruned as a duplicate; runs once a step.
+    ``long``: worth handing to another thread (tens of microseconds and more, releases the GIL).
+    """
+
+    name: ClassVar[str]
+    inplace: ClassVar[tuple[tuple[int, int], ...]] = ()
+    alias: ClassVar[bool] = False
+    stateful: ClassVar[bool] = False
+    long: ClassVar[bool] = False
+
+    @staticmethod
+    @abstractmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        """Specs of the outputs; ShapeError (the graph adds the node's name and input specs) if inputs do not fit."""
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, workspace: Workspace
+    ) -> Call | None:
+        """A call without arguments that reads ``inputs`` and fills ``outputs``; None if there is nothing to do.
+
+        Compiled once, called each step, allocates nothing large. All arrays are C-contiguous and stay where they are.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def workspace(inputs: Sequence[TensorSpec], attrs: Attrs) -> int:
+        """Bytes of temporary memory that ``compile`` will take."""
+        return 0
+
+    @staticmethod
+    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
+        """Gradient nodes for each input, given one for each output (None: no gradient flows). Builds graph nodes."""
+        raise GraphError("has no gradient")
+
+    @staticmethod
+    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
+        """By default one FLOP an output element, and each input and output touched once."""
+        return Cost(sum(spec.size for spec in outputs), sum(spec.nbytes for spec in (*inputs, *outputs)))
+
+
+_REGISTRY: dict[str, type[Op]] = {}
+
+
+def register(cls: type[Op]) -> type[Op]:
+    """Class decorator: enter an op under its ``name`` (the class's own name if it states none)."""
+    name = cls.__dict__.get("name", cls.__name__)
+    cls.name = name
+    if name in _REGISTRY:
+        raise GraphError(f"op {name!r} is registered twice")
+    _REGISTRY[name] = cls
+    return cls
+
+
+def op_class(name: str) -> type[Op]:
+    """The op registered under ``name``; GraphError lists near matches on a miss."""
+    cls = _REGISTRY.get(name)
+    if cls is None:
+        import difflib
+
+        near = difflib.get_close_matches(name, _REGISTRY, 3)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(_REGISTRY))}"
+        raise GraphError(f"unknown op {name!r}; {hint}")
+    return cls
+
+
+def known_ops() -> list[str]:
+    return sorted(_REGISTRY)
