@@ -31,15 +31,27 @@ class Cost:
     nbytes: int
 
 
-class Workspace:
-    """Temporary memory of one kernel call. The plan hands all kernels of one thread the same bytes, because only one of
-    them runs at a time; content does not survive a call."""
+class KernelContext:
+    """What a kernel gets beside its arrays when it is compiled.
 
-    def __init__(self, memory: np.ndarray) -> None:
+    ``resources``: what lives longer than a step on this task (variables, accumulators, queues), shared by all sessions.
+    ``threads``: how many threads a kernel may use for itself (1: none but the caller's).
+    ``node``: the node's name, for messages. ``step``: the running step, read at call time (its ``id`` and ``deadline``).
+    """
+
+    def __init__(self, memory: np.ndarray, resources: Any, threads: int, node: str, step: Any) -> None:
         self._memory = memory
+        self.resources = resources
+        self.threads = threads
+        self.node = node
+        self.step = step
 
-    def array(self, shape: Sequence[int], dtype: Any, offset: int = 0) -> np.ndarray:
-        """A view of the workspace; the kernel asks for at most what ``Op.workspace`` announced."""
+    def workspace(self, shape: Sequence[int], dtype: Any, offset: int = 0) -> np.ndarray:
+        """A view of temporary memory, 64-byte aligned where ``offset`` (bytes) is; at most what ``Op.workspace`` announced.
+
+        The plan hands all kernels of one thread the same bytes, because only one of them runs at a time; content does not
+        survive a call.
+        """
         spec = TensorSpec(tuple(shape), np.dtype(dtype))
         return self._memory[offset : offset + spec.nbytes].view(spec.dtype).reshape(spec.shape)
 
@@ -52,6 +64,8 @@ class Op(ABC):
     ``alias``: output 0 *is* input 0's memory under another shape (Reshape, Identity); such an op has no kernel call.
     ``stateful``: never folded, merged or pruned as a duplicate; runs once a step.
     ``long``: worth handing to another thread (tens of microseconds and more, releases the GIL).
+    ``asynchronous``: the compiled call returns a Future, and the executor does other work until it is done (a wait for
+    other replicas holds no thread).
     """
 
     name: ClassVar[str]
@@ -59,6 +73,7 @@ class Op(ABC):
     alias: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
     long: ClassVar[bool] = False
+    asynchronous: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -67,7 +82,7 @@ class Op(ABC):
 
     @staticmethod
     def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, workspace: Workspace
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
     ) -> Call | None:
         """A call without arguments that reads ``inputs`` and fills ``outputs``; None if there is nothing to do.
 
@@ -76,8 +91,8 @@ class Op(ABC):
         raise NotImplementedError
 
     @staticmethod
-    def workspace(inputs: Sequence[TensorSpec], attrs: Attrs) -> int:
-        """Bytes of temporary memory that ``compile`` will take."""
+    def workspace(inputs: Sequence[TensorSpec], attrs: Attrs, threads: int) -> int:
+        """Bytes of temporary memory that ``compile`` will take from its context."""
         return 0
 
     @staticmethod
