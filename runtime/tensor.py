@@ -72,4 +72,4 @@ def byte_view(array: np.ndarray) -> np.ndarray:
 
 def checksum(array: np.ndarray) -> int:
     """CRC-32 (zlib, ISO 3309) of the array's bytes in C order."""
-    return zlib.crc32(byte_view(np.ascontiguousarray(array)))
+    return zlib.crc32(byte_view(np.ascontiguousarray(array)).data)

@@ -165,7 +165,7 @@ def _owned_view(owner: np.ndarray, spec: TensorSpec) -> np.ndarray:
     # numpy collapses chains of bases down to the owner of the memory unless the base is not a plain array; a memoryview
     # keeps ``owner`` (and so its finalizer) alive as long as any view of the result.
     return (
-        np.frombuffer(memoryview(owner), spec.dtype, count=spec.size).reshape(spec.shape)
+        np.frombuffer(owner.data, spec.dtype, count=spec.size).reshape(spec.shape)
         if spec.size
         else np.empty(spec.shape, spec.dtype)
     )
