@@ -21,7 +21,6 @@ from runtime.future import Future
 from runtime.memory.arena import Arena
 from runtime.trace import Tracer
 
-PROTOCOL_VERSION = 1
 MAX_KEY_BYTES = 1024
 
 
