@@ -7,8 +7,9 @@ export PYTHONDONTWRITEBYTECODE := 1
 NAME ?= smoke
 PROFILE ?=
 PROTO := runtime/cluster/proto
+quote = '$(subst ','\'',$(1))'
 
-.PHONY: help setup venv test test-native test-rxe lint types proto proto-check constraints
+.PHONY: help setup venv test test-native test-rxe rxe rxe-shell lint types proto proto-check constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -28,6 +29,15 @@ lint: venv ## style (ruff) and types (mypy)
 test: setup ## everything: lint, types, drift check, native tests, tests in the soft-RoCE guest
 	@$(MAKE) --no-print-directory lint proto-check
 	$(PYTHON) -m pytest
+
+test-rxe: setup ## tests that need an RDMA device; boots the soft-RoCE guest where this machine has none
+	$(PYTHON) -m harness.launch.vm --timeout 900 -- $(PYTHON) -m pytest -m rxe -p no:cacheprovider
+
+rxe-shell: setup ## interactive shell with an RDMA device
+	@$(PYTHON) -m harness.launch.vm
+
+rxe: setup ## one command with an RDMA device: make rxe CMD='ibv_devinfo -v'
+	@$(PYTHON) -m harness.launch.vm -- bash -c $(call quote,$(CMD))
 
 proto: venv ## generate the protobuf code that is committed
 	cd $(CURDIR) && $(PYTHON) -m grpc_tools.protoc -I . --python_out=. --grpc_python_out=. $(PROTO)/*.proto

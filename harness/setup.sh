@@ -22,7 +22,7 @@ guest_packages() {
         ubuntu:* | *:*ubuntu*) echo linux-image-generic ;;
         *) echo linux-image-amd64 ;;
     esac
-    echo qemu-system-x86 busybox-static kmod iproute2 zstd xz-utils
+    echo qemu-system-x86 busybox-static kmod iproute2 file zstd xz-utils
 }
 
 verbs_packages() {
