@@ -40,7 +40,7 @@ class Completion(NamedTuple):
 class Region:
     """Memory that a peer may write to or read from: start address in its owner's space, key, length in bytes.
 
-    ``addr`` is an opaque 64-bit number to the peer (shm: offset in the area)."""
+    ``addr`` is an opaque 64-bit number to the peer (shm: offset in the area), ``key`` has 32 bits."""
 
     addr: int
     key: int
@@ -54,29 +54,61 @@ class Region:
 
 
 class Link(ABC):
-    """A connected pair of endpoints. One thread at a time may call it (the protocol holds a lock around it)."""
+    """A connected pair of endpoints. One thread at a time may call it (the protocol holds a lock around it), except
+    ``arm``, ``disarm``, ``acknowledge``, ``lost`` and ``abort``, which any thread may call at any time, also after ``close``
+    (then they do nothing)."""
 
     peer: str
     max_message: int  # bytes that post_send takes
     max_inflight: int  # posts that may be outstanding; a post beyond raises BlockingIOError and has no effect
+    max_transfer: int  # bytes of one post_write or post_read; the protocol cuts longer ones
+    # Messages and immediates that the peer's end takes before its poll() must hand them out. The protocol counts credits
+    # and never exceeds it; a link keeps room for 64 more, because credits are given back while a polled batch is
+    # still being read.
+    depth: int
+    registers: bool  # local buffers of post_write and post_read must be registered (arena, ``RegistrationCache``)
+    prefers: str  # "read" or "write": which rendezvous protocol `auto` takes where both would do
+    control: int | None = None  # a descriptor that becomes readable when the peer may be gone: then ask ``lost()``
 
     @abstractmethod
     def region(self, buffer: np.ndarray) -> Region:
-        """The exported region of a buffer that lies in registered memory (arena); ValueError if it does not."""
+        """The exported region of a C-contiguous buffer that lies in registered memory; ValueError if it does not.
+
+        An empty buffer has ``Region(0, 0, 0)``, wherever it lies."""
 
     @abstractmethod
     def post_send(self, message: bytes | bytearray | memoryview, tag: int = 0, signalled: bool = False) -> None:
-        """Deliver a small message to the peer. The bytes may be reused when this returns."""
+        """Deliver a small message to the peer. The bytes may be reused when this returns.
+
+        Unsignalled posts give no SENT; a link whose queue needs signals to be cleaned sets and swallows its own."""
 
     @abstractmethod
     def post_write(
         self, local: np.ndarray, remote: Region, imm: int | None = None, tag: int = 0, signalled: bool = True
     ) -> None:
-        """Write ``local`` (registered, C-contiguous, not to be changed until completed) to ``remote`` (same nbytes)."""
+        """Write ``local`` (registered, C-contiguous, not to be changed until completed) to ``remote`` (same nbytes).
+
+        Zero bytes are fine: then only the immediate travels. CorruptMessageError where the link can see that ``remote`` is
+        not the peer's exported memory, with no effect."""
 
     @abstractmethod
     def post_read(self, local: np.ndarray, remote: Region, tag: int = 0) -> None:
-        """Read ``remote`` into ``local`` (registered, C-contiguous, same nbytes); always completes with READ."""
+        """Read ``remote`` into ``local`` (registered, C-contiguous, same nbytes); always completes with READ.
+
+        CorruptMessageError as in ``post_write``."""
+
+    def map(self, remote: Region) -> np.ndarray | None:
+        """A read-only view (uint8) of the peer's memory, or None where the two ends share none. Raises as post_read."""
+        return None
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """Fresh memory (uint8), made and exported for this one use, at whatever that costs: the paper's unoptimised
+        buffer. ``region`` of it works until ``free``."""
+
+    @abstractmethod
+    def free(self, buffer: np.ndarray) -> None:
+        """Give back what ``allocate`` gave; the peer must not be writing to it any more."""
 
     @abstractmethod
     def poll(self, n: int = 64) -> list[Completion]:
@@ -86,7 +118,20 @@ class Link(ABC):
     def arm(self) -> int | None:
         """Ask to be woken: a descriptor that becomes readable at the next completion, or None if there is none to wait on.
 
-        Call ``poll`` once more after arming and before sleeping: what came in between may not ring."""
+        Always the same descriptor. Call ``poll`` once more after arming and before sleeping: what came in between may
+        not ring."""
+
+    def disarm(self) -> None:
+        """Somebody polls now, so the peer need not ring. Cheap; only a hint."""
+        return
+
+    def acknowledge(self) -> None:
+        """The descriptor was seen readable: take its events, so that it is not readable any more. Never blocks."""
+        return
+
+    def lost(self) -> BaseException | None:
+        """Called when ``control`` is readable: why the peer is lost, or None if it is not. Never blocks."""
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -94,4 +139,4 @@ class Link(ABC):
 
     @abstractmethod
     def abort(self, reason: BaseException) -> None:
-        """Stop now; pending posts complete with ``reason`` at the next poll. Idempotent, any thread."""
+        """Stop now; pending posts complete with ``reason`` at the next poll. Idempotent, any thread. The peer learns of it."""

@@ -1,0 +1,286 @@
+"""Progress: who polls a transport's links, and how everybody else sleeps.
+
+The thread that waits for a result polls by itself: handing the work to another thread would cost a wake-up (5-45 us), more
+than the transfer. At most one thread polls at a time, under a try-lock (the *role*). It spins, yielding, for at most
+``spin_us``, then arms the links' doorbells and sleeps on their descriptors. When nobody waits, one background thread sleeps
+there, so that requests of peers are served; it also watches sockets (new peers, lost peers).
+
+Nothing relies on a bell alone: pure Python has no store-load fence, so a bell may be missed, and every sleep ends
+after TICK_S.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from runtime.deadline import Deadline
+from runtime.transport.onesided.link import Link
+
+TICK_S = 0.004
+# A link without a descriptor (its binding does not show one) is polled this often.
+_BLIND_TICK_S = 0.0005
+_TAKEOVER_S = 0.001
+
+
+class Member(Protocol):
+    """What Progress polls: an endpoint. All methods may be called by any thread, also after its link is closed."""
+
+    link: Link
+
+    def progress(self) -> bool:
+        """Poll once and handle what came; True if anything did. Never blocks, never raises."""
+
+    def lost(self, error: BaseException) -> None:
+        """The peer is gone."""
+
+    def expire(self, now_ns: int) -> None:
+        """Fail what has passed its deadline; called about every TICK_S."""
+
+
+class Progress:
+    """Drives the links of one transport. The background thread starts with the first member or watched descriptor."""
+
+    def __init__(self, name: str, spin_us: int) -> None:
+        self._name = name
+        self._spin_ns = spin_us * 1000
+        self._role = threading.Lock()
+        self._background = False  # the background thread holds the role: a waiter may ask for it
+        self._wanted = False
+        self._guard = threading.Lock()
+        self._members: tuple[Member, ...] = ()
+        self._by_fd: dict[int, Member] = {}
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._rung: set[int] = set()  # descriptors whose one shot has fired and that nobody has armed again
+        self._blind = 0
+        self._epoll = select.epoll()  # the background thread's: links once a shot, sockets, the wake-up
+        self._doorbells = select.epoll()  # a waiting thread's: links
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self.wakeups = 0
+
+    def add(self, member: Member) -> None:
+        """Begin to poll ``member``."""
+        fd = member.link.arm()
+        with self._guard:
+            self._members = (*self._members, member)
+            if fd is None:
+                self._blind += 1
+            else:
+                self._by_fd[fd] = member
+                self._doorbells.register(fd, select.EPOLLIN)
+                self._epoll.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
+            control = member.link.control
+            if control is not None:
+                self._handlers[control] = lambda: self._control(member)
+                self._epoll.register(control, select.EPOLLIN | select.EPOLLRDHUP)
+            self._start()
+
+    def remove(self, member: Member) -> None:
+        """Stop polling ``member``; call it before its link is closed. Idempotent."""
+        with self._guard:
+            if member not in self._members:
+                return
+            self._members = tuple(m for m in self._members if m is not member)
+            fds = [fd for fd, owner in self._by_fd.items() if owner is member]
+            if not fds:
+                self._blind -= 1
+            for fd in fds:
+                del self._by_fd[fd]
+                self._rung.discard(fd)
+                self._doorbells.unregister(fd)
+                self._epoll.unregister(fd)
+            if member.link.control is not None:
+                self._forget(member.link.control)
+
+    def watch(self, fd: int, handler: Callable[[], None]) -> None:
+        """Call ``handler()`` on the background thread while ``fd`` is readable; it must not block or raise."""
+        with self._guard:
+            self._handlers[fd] = handler
+            self._epoll.register(fd, select.EPOLLIN)
+            self._start()
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching ``fd``; call it before the descriptor is closed. Idempotent."""
+        with self._guard:
+            self._forget(fd)
+
+    def drive(self, deadline: Deadline, done: Callable[[], bool]) -> None:
+        """Make progress on this thread until ``done()`` or the deadline; the ``drive`` of this transport's futures.
+
+        Returns early when another thread waits here already: that one, or the background thread after it, makes the
+        progress, and the caller sleeps until it is told.
+        """
+        if not self._role.acquire(False):
+            if not self._background:
+                return
+            self._wanted = True
+            taken = self._role.acquire(timeout=_TAKEOVER_S)
+            self._wanted = False
+            if not taken:
+                return
+        try:
+            members = self._members
+            for member in members:
+                member.link.disarm()
+            spin_end = 0
+            pause, clock = os.sched_yield, time.monotonic_ns
+            while True:
+                busy = False
+                for member in members:
+                    if member.progress():
+                        busy = True
+                if done():
+                    return
+                if busy:
+                    spin_end = 0
+                    continue
+                pause()
+                now = clock()
+                if spin_end == 0:
+                    spin_end = now + self._spin_ns
+                elif now > spin_end:
+                    if now >= deadline.at_ns:
+                        return
+                    if self._block(deadline.remaining()):
+                        spin_end = 0
+                    members = self._members
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """Stop the background thread and close the descriptors. All members must have been removed."""
+        with self._guard:
+            if self._stopping:
+                return
+            self._stopping = True
+            thread = self._thread
+        if thread is not None:
+            os.eventfd_write(self._wake, 1)
+            if thread is not threading.current_thread():
+                thread.join()
+        self._epoll.close()
+        self._doorbells.close()
+        os.close(self._wake)
+
+    def _start(self) -> None:
+        if self._thread is None and not self._stopping:
+            self._thread = threading.Thread(target=self._run, name=f"verbflow-{self._name}-progress", daemon=True)
+            self._thread.start()
+        else:
+            os.eventfd_write(self._wake, 1)  # the tick of its next sleep may differ
+
+    def _forget(self, fd: int) -> None:
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def _control(self, member: Member) -> None:
+        error = member.link.lost()
+        if error is not None:
+            with self._guard:
+                if member in self._members:
+                    self._forget(member.link.control or -1)
+            member.lost(error)
+
+    def _block(self, seconds: float) -> bool:
+        """Sleep until a bell rings or a tick is over, holding the role. True if anything happened."""
+        busy = False
+        for member in self._members:
+            member.link.arm()
+        for member in self._members:
+            if member.progress():
+                busy = True
+        if not busy:
+            events = self._doorbells.poll(min(seconds, _BLIND_TICK_S if self._blind else TICK_S))
+            self.wakeups += 1
+            for fd, _ in events:
+                owner = self._by_fd.get(fd)
+                if owner is not None:
+                    owner.link.acknowledge()
+                    busy = True
+        for member in self._members:
+            member.link.disarm()
+        return busy
+
+    def _leave(self) -> None:
+        """Arm everything, look once more, and give the role up."""
+        members = self._members
+        for member in members:
+            member.link.arm()
+        for member in members:
+            member.progress()
+        self._role.release()
+        if self._rung:
+            self._rearm()
+
+    def _rearm(self) -> None:
+        with self._guard:
+            while self._rung:
+                fd = self._rung.pop()
+                if fd in self._by_fd:
+                    self._epoll.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
+
+    def _run(self) -> None:
+        next_expiry = 0
+        while not self._stopping:
+            tick = (_BLIND_TICK_S if self._blind else TICK_S) if self._members else -1
+            rang = False
+            for fd, _ in self._epoll.poll(tick):
+                handler = self._handlers.get(fd)
+                if handler is not None:
+                    handler()
+                elif fd == self._wake:
+                    os.eventfd_read(fd)
+                else:
+                    owner = self._by_fd.get(fd)
+                    # Noted before the role is tried: if a waiting thread holds it, that thread arms the bell again.
+                    self._rung.add(fd)
+                    if owner is not None:
+                        owner.link.acknowledge()
+                        rang = True
+            if self._members:
+                self._turn(rang)
+                now = time.monotonic_ns()
+                if now >= next_expiry:
+                    next_expiry = now + int(TICK_S * 1e9)
+                    for member in self._members:
+                        member.expire(now)
+
+    def _turn(self, rang: bool) -> None:
+        """Serve while there is something to do and nobody else would; spin a little after the last thing."""
+        if not self._role.acquire(False):
+            return
+        try:
+            if rang:
+                self.wakeups += 1
+            busy = rang
+            for member in self._members:
+                if member.progress():
+                    busy = True
+            if not busy:
+                return
+            self._background = True
+            for member in self._members:
+                member.link.disarm()
+            pause, clock = os.sched_yield, time.monotonic_ns
+            spin_end = clock() + self._spin_ns
+            while not self._wanted and not self._stopping:
+                busy = False
+                for member in self._members:
+                    if member.progress():
+                        busy = True
+                if busy:
+                    spin_end = clock() + self._spin_ns
+                else:
+                    pause()
+                    if clock() > spin_end:
+                        break
+        finally:
+            self._background = False
+            self._leave()

@@ -1,0 +1,74 @@
+"""Settings: the parameters of a one-sided transport, checked once when it is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from runtime.errors import ConfigError
+
+PROTOCOLS = ("auto", "eager", "read", "write", "paper_read", "paper_write")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``Options.params`` may say to every one-sided transport; an experiment can sweep each field.
+
+    protocol         how a fetch moves its bytes; ``auto``: eager to the threshold, then what the link prefers
+    eager_threshold  bytes of tensor up to which ``auto`` copies through the message ring
+    chunk_bytes      pieces in which a copy into staging memory overlaps the transfer, and longest single operation;
+                     0: as long as the link allows
+    inflight         fetches that may be outstanding on a channel; more wait at this end
+    depth            messages that an end takes before it must poll (ring slots, posted receives)
+    spin_us          how long a waiting thread polls, yielding, before it sleeps on a descriptor
+    metadata_cache   keys whose shape a channel remembers, for ``write`` without a given destination
+    message_reuse, tensor_reuse, pool   the paper's three optimisations; only ``paper_*`` look at them
+    registration_bytes, registration_entries   bounds of the cache of registered foreign buffers
+    """
+
+    protocol: str = "auto"
+    eager_threshold: int = 4096
+    chunk_bytes: int = 0
+    inflight: int = 256
+    depth: int = 256
+    spin_us: int = 60
+    metadata_cache: int = 4096
+    message_reuse: bool = True
+    tensor_reuse: bool = True
+    pool: bool = True
+    registration_bytes: int = 256 << 20
+    registration_entries: int = 256
+
+    def __post_init__(self) -> None:
+        if self.protocol not in PROTOCOLS:
+            raise ConfigError(f"protocol {self.protocol!r} is unknown; known: {', '.join(PROTOCOLS)}")
+        bounds = {
+            "eager_threshold": (0, 1 << 20),
+            "chunk_bytes": (0, 1 << 40),
+            "inflight": (1, 1 << 16),
+            "depth": (16, 1 << 15),
+            "spin_us": (0, 10_000),
+            "metadata_cache": (0, 1 << 24),
+            "registration_bytes": (0, 1 << 50),
+            "registration_entries": (0, 1 << 20),
+        }
+        for name, (low, high) in bounds.items():
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"{name} = {getattr(self, name)} is not in {low}..{high}")
+
+    @classmethod
+    def split(cls, params: Mapping[str, object], own: Mapping[str, object]) -> tuple[Settings, dict[str, object]]:
+        """Settings and the transport's ``own`` parameters (name -> default) out of ``params``; ConfigError names an
+        unknown parameter or one of another type than its default."""
+        defaults: dict[str, object] = {f.name: f.default for f in fields(cls)}
+        known = {**defaults, **own}
+        common: dict[str, object] = {}
+        rest = dict(own)
+        for name, value in params.items():
+            if name not in known:
+                raise ConfigError(f"unknown parameter {name!r}; known: {', '.join(sorted(known))}")
+            expected = type(known[name])
+            if known[name] is not None and type(value) is not expected:
+                raise ConfigError(f"parameter {name} = {value!r} must be of type {expected.__name__}")
+            (common if name in defaults else rest)[name] = value
+        return cls(**common), rest  # type: ignore[arg-type]
