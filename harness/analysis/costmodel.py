@@ -1,0 +1,217 @@
+"""The cost model: what a transfer costs on a transport, and from that what a training step costs.
+
+A transfer of n bytes takes ``alpha + n / beta`` seconds (Hockney 1994). Alpha and beta are fitted to ``transfer`` runs; the
+operations' seconds come from a traced step. A step of a few workers is simulated (``simulation``); beyond that the
+asymptotic bounds of operational analysis hold (Denning and Buzen 1978): throughput is at most what the busiest resource
+serves, and at most what workers that never wait would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from harness.analysis.simulation import Layer, Network, simulate, training_step
+
+# Up to here a scaling curve is simulated; a simulated step costs time in proportion to the square of the workers.
+SIMULATED_WORKERS = 16
+# Enough global steps a worker for the phases to mix, few enough to draw a curve in seconds.
+STEPS_A_WORKER = 12
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFit:
+    """``alpha`` in seconds, ``beta`` in bytes a second; ``worst`` the largest relative error over the fitted sizes."""
+
+    alpha: float
+    beta: float
+    worst: float
+    sizes: int
+
+    def seconds(self, nbytes: float) -> float:
+        return self.alpha + nbytes / self.beta
+
+    def half_bandwidth_bytes(self) -> float:
+        """The size at which half of beta is reached (Hockney's n-half)."""
+        return self.alpha * self.beta
+
+
+def fit_transfer(nbytes: Sequence[int], seconds: Sequence[float]) -> TransferFit:
+    """Fit alpha and beta to medians of one transport, one entry a size.
+
+    Relative errors count, so that 8 bytes weigh as much as 256 MiB. ValueError with fewer than two sizes.
+    """
+    sizes, times = np.asarray(nbytes, float), np.asarray(seconds, float)
+    if len(np.unique(sizes)) < 2 or len(sizes) != len(times) or (times <= 0).any():
+        raise ValueError("a fit of alpha and beta needs positive times of at least two sizes")
+    # Least squares on (alpha + n * gamma) / t = 1, kept non-negative: a negative latency would be an artefact.
+    columns = np.stack([1 / times, sizes / times], axis=1)
+    scale = columns.max(axis=0)
+    from scipy.optimize import nnls
+
+    solution = nnls(columns / scale, np.ones(len(times)))[0] / scale
+    alpha, gamma = float(solution[0]), float(solution[1])
+    predicted = alpha + gamma * sizes
+    beta = 1 / gamma if gamma > 0 else float("inf")
+    return TransferFit(alpha, beta, float(np.abs(predicted / times - 1).max()), len(sizes))
+
+
+def crossover_bytes(first: TransferFit, second: TransferFit) -> float | None:
+    """The size at which the two cost the same; None if one is faster at every size."""
+    slope = 1 / first.beta - 1 / second.beta
+    if slope == 0:
+        return None
+    size = (second.alpha - first.alpha) / slope
+    return size if size > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A training step without its network: layers, compute seconds of one worker's step, the parameter server's seconds
+    a byte of applied gradient, and examples a step (batch)."""
+
+    layers: Sequence[Layer]
+    forward_seconds: float
+    backward_seconds: float
+    apply_seconds_per_byte: float
+    batch: int
+    overlap: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def compute_seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+def one_machine(fit: TransferFit) -> Network:
+    """The network between processes of one machine, where moving a byte is work of a core, half at each end, and there is
+    no wire: use with ``cores``. ``fit`` is of a transfer with both ends on the machine."""
+    return Network(
+        bandwidth=float("inf"),
+        message_seconds=fit.alpha / 2,
+        byte_seconds=0.5 / fit.beta,
+    )
+
+
+def between_machines(fit: TransferFit) -> Network:
+    """The network between hosts that ``fit`` was measured on."""
+    return Network(bandwidth=fit.beta, latency=fit.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Global steps a second of ``workers`` asynchronous workers, examples a second, and what limits them."""
+
+    workers: int
+    servers: int
+    steps_per_second: float
+    examples_per_second: float
+    bottleneck: str
+    simulated: bool
+
+
+def predict(
+    workload: Workload,
+    network: Network,
+    workers: int,
+    servers: int = 1,
+    cores: int | None = None,
+    synchronous: bool = False,
+) -> Prediction:
+    """Predict by simulation up to SIMULATED_WORKERS workers, by the bounds beyond. With ``cores`` all processes share one
+    machine and the simulation always runs."""
+    limits = bounds(workload, network, workers, servers)
+    bottleneck = min(limits, key=lambda name: limits[name])
+    simulated = cores is not None or workers <= SIMULATED_WORKERS
+    if simulated:
+        names = [f"ps{index}" for index in range(servers)]
+        steps = [
+            training_step(
+                f"worker{rank}",
+                names,
+                workload.layers,
+                workload.forward_seconds,
+                workload.backward_seconds,
+                workload.apply_seconds_per_byte,
+                workload.overlap,
+            )
+            for rank in range(workers)
+        ]
+        outcome = simulate(
+            steps,
+            network,
+            workers * STEPS_A_WORKER,
+            synchronous=synchronous,
+            stagger=0.0 if synchronous else workload.compute_seconds / workers,
+            jitter=0.05,
+            cores=cores,
+        )
+        rate = outcome.rate(skip=workers * 2)
+        if cores is not None and sum(outcome.busy.values()) > 0.9 * cores * outcome.seconds:
+            bottleneck = "the machine's cores"
+    else:
+        rate = limits[bottleneck]
+    return Prediction(workers, servers, rate, rate * workload.batch, bottleneck, simulated)
+
+
+def bounds(workload: Workload, network: Network, workers: int, servers: int = 1) -> dict[str, float]:
+    """Upper bounds of global steps a second, by resource.
+
+    Servers hold equal shares of the bytes; a link carries the weights one way and the gradients the other. Contention is
+    left out: it was fitted for a handful of workers, and an upper bound holds without it.
+    """
+    tensors = len(workload.layers)
+    handling = 2 * (workload.nbytes * network.byte_seconds + tensors * network.message_seconds)
+    link = network.bandwidth / workload.nbytes
+    apply = workload.apply_seconds_per_byte * workload.nbytes
+    alone = workload.compute_seconds + 2 * handling
+    if not workload.overlap:
+        alone += 2 * (workload.nbytes / network.bandwidth + network.latency)
+    return {
+        "the workers' compute": workers / alone,
+        "the server's link": servers * link,
+        "the server's updates": servers / apply if apply else float("inf"),
+        "the server's message handling": servers / handling if handling else float("inf"),
+    }
+
+
+def bottlenecks(workload: Workload, network: Network, worker_counts: Iterable[int], servers: int = 1) -> dict[str, int]:
+    """For each resource that ever is the bottleneck, the fewest workers (of those given) at which it is."""
+    first: dict[str, int] = {}
+    for workers in sorted(worker_counts):
+        limits = bounds(workload, network, workers, servers)
+        first.setdefault(min(limits, key=lambda name: limits[name]), workers)
+    return first
+
+
+def scaling(
+    workload: Workload,
+    networks: dict[str, Network],
+    worker_counts: Iterable[int],
+    server_counts: Iterable[int] = (1,),
+) -> pd.DataFrame:
+    """A prediction for each network, worker count and server count: what the scaling picture is drawn from."""
+    rows = []
+    servers_of = list(server_counts)
+    for workers in worker_counts:
+        for servers in servers_of:
+            for name, network in networks.items():
+                prediction = predict(workload, network, workers, servers)
+                rows.append(
+                    {
+                        "network": name,
+                        "workers": workers,
+                        "servers": servers,
+                        "steps_per_second": prediction.steps_per_second,
+                        "examples_per_second": prediction.examples_per_second,
+                        "bottleneck": prediction.bottleneck,
+                        "way": "simulated" if prediction.simulated else "bound",
+                    }
+                )
+    return pd.DataFrame(rows)
