@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from runtime.errors import GraphError, ShapeError
-from runtime.graph.ops import Attrs, Op, op_class
+from runtime.errors import GraphError
+from runtime.graph.ops import Attrs, Op, normal_attrs, op_class
 from runtime.tensor import TensorSpec
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
@@ -23,6 +24,8 @@ class Node:
     """One operation in a graph. Made by ``Graph.add`` only, never changed afterwards.
 
     ``device`` is a task name as ``/job:ps/task:0``, or "" where placement decides. ``control`` nodes run before this one.
+    ``colocate`` names the node (of the same graph) on whose device this one must be, or is "". ``index`` is the position in
+    ``graph.nodes``; all inputs and control inputs have smaller ones.
     """
 
     __slots__ = ("attrs", "colocate", "control", "device", "graph", "index", "inputs", "name", "op", "specs")
@@ -67,9 +70,13 @@ class Node:
 
 
 class Output:
-    """One output of a node; what ops take as inputs and sessions fetch. Compares by node and index."""
+    """One output of a node; what ops take as inputs and sessions fetch. Compares by node and index.
+
+    ``+ - * / @`` and unary ``-`` build nodes; a number or array at the other side becomes a constant of this dtype.
+    """
 
     __slots__ = ("index", "node")
+    __array_ufunc__: ClassVar[None] = None  # numpy leaves `array + output` to __radd__
 
     def __init__(self, node: Node, index: int) -> None:
         self.node = node
@@ -96,6 +103,42 @@ class Output:
         """``node:index``, as TensorFlow names tensors."""
         return f"{self.node.name}:{self.index}"
 
+    def __add__(self, other: Any) -> Output:
+        return self._binary("Add", self, other)
+
+    def __radd__(self, other: Any) -> Output:
+        return self._binary("Add", other, self)
+
+    def __sub__(self, other: Any) -> Output:
+        return self._binary("Sub", self, other)
+
+    def __rsub__(self, other: Any) -> Output:
+        return self._binary("Sub", other, self)
+
+    def __mul__(self, other: Any) -> Output:
+        return self._binary("Mul", self, other)
+
+    def __rmul__(self, other: Any) -> Output:
+        return self._binary("Mul", other, self)
+
+    def __truediv__(self, other: Any) -> Output:
+        return self._binary("Div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Output:
+        return self._binary("Div", other, self)
+
+    def __matmul__(self, other: Any) -> Output:
+        return self._binary("MatMul", self, other)
+
+    def __rmatmul__(self, other: Any) -> Output:
+        return self._binary("MatMul", other, self)
+
+    def __neg__(self) -> Output:
+        return self.graph.add("Neg", self).out
+
+    def _binary(self, op: str, left: Any, right: Any) -> Output:
+        return self.graph.add(op, self.graph.as_output(left, self.dtype), self.graph.as_output(right, self.dtype)).out
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Output) and other.node is self.node and other.index == self.index
 
@@ -117,6 +160,8 @@ class Graph:
         self._colocate: list[str] = [""]
         self._scope: list[str] = [""]
         self._control: list[tuple[Node, ...]] = [()]
+        self._choosers: list[Callable[[TensorSpec], str] | None] = [None]
+        self._name_counts: dict[str, int] = {}
 
     def add(
         self,
@@ -125,12 +170,14 @@ class Graph:
         name: str | None = None,
         device: str | None = None,
         control: Sequence[Node] = (),
+        colocate: str | None = None,
         **attrs: Any,
     ) -> Node:
         """Append a node. Its shape is inferred now; ShapeError names the node and the shapes.
 
         Without ``name`` one is made from the op's (``MatMul``, ``MatMul_1``); a given one must be free. ``device`` "" leaves the
-        choice to placement; None takes the ``device`` block around.
+        choice to placement; None takes the ``device`` block around. ``colocate`` None likewise takes that of the
+        ``colocate_with`` block around. Attributes are what ``normal_attrs`` admits.
         """
         cls = op_class(op)
         if name is None:
@@ -147,12 +194,14 @@ class Graph:
         for node in before:
             if node.graph is not self:
                 raise GraphError(f"node {full}: control input {node.name} belongs to another graph")
-        specs_in = [value.spec for value in taken]
         try:
-            specs = tuple(cls.infer(specs_in, attrs))
-        except ShapeError as error:
+            values = normal_attrs(attrs)
+            specs = tuple(cls.infer([value.spec for value in taken], values))
+        except GraphError as error:
             shapes = ", ".join(f"{value.name} {value.spec}" for value in taken) or "no inputs"
-            raise ShapeError(f"node {full} ({cls.name}) with inputs {shapes}: {error}") from None
+            raise type(error)(f"node {full} ({cls.name}) with inputs {shapes}: {error}") from None
+        except KeyError as error:
+            raise GraphError(f"node {full} ({cls.name}) lacks the attribute {error}") from None
         node = Node(
             self,
             len(self.nodes),
@@ -161,8 +210,8 @@ class Graph:
             taken,
             tuple(dict.fromkeys(before)),
             where,
-            self._colocate[-1],
-            attrs,
+            self._colocate[-1] if colocate is None else colocate,
+            values,
             specs,
         )
         self.nodes.append(node)
@@ -173,8 +222,6 @@ class Graph:
         """The node called ``name``; GraphError with near matches on a miss."""
         node = self._by_name.get(name)
         if node is None:
-            import difflib
-
             near = difflib.get_close_matches(name, self._by_name, 3)
             raise GraphError(f"no node is called {name!r}" + (f"; near: {', '.join(near)}" if near else ""))
         return node
@@ -188,6 +235,14 @@ class Graph:
         if not index.isdigit() or int(index) >= len(node.specs):
             raise GraphError(f"node {stem} has {len(node.specs)} outputs, no output {index!r}")
         return Output(node, int(index))
+
+    def as_output(self, value: Any, dtype: Any = None) -> Output:
+        """An output as it is, a node's only output, and anything else as a constant (of ``dtype`` if given)."""
+        if isinstance(value, Output):
+            return value
+        if isinstance(value, Node):
+            return value.out
+        return self.add("Constant", value=np.array(value, dtype=dtype)).out
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
@@ -243,15 +298,31 @@ class Graph:
         finally:
             self._control.pop()
 
+    @contextmanager
+    def variable_devices(self, choose: Callable[[TensorSpec], str]) -> Iterator[None]:
+        """Variables added inside are placed on ``choose(spec)``, whatever device block is around (see ``placement``)."""
+        self._choosers.append(choose)
+        try:
+            yield
+        finally:
+            self._choosers.pop()
+
+    def variable_device(self, spec: TensorSpec) -> str:
+        """Where a new variable goes: what the innermost ``variable_devices`` says, or the ``device`` block around."""
+        choose = self._choosers[-1]
+        return self._device[-1] if choose is None else _checked_device(choose(spec))
+
     def _scoped(self, name: str) -> str:
         scope = self._scope[-1]
         return f"{scope}/{name}" if scope else name
 
     def _free_name(self, stem: str) -> str:
-        name, count = stem, 0
+        # Counting on from the last one keeps building linear: a thousand adds would look up half a million names.
+        name, count = stem, self._name_counts.get(stem, 0)
         while name in self._by_name:
             count += 1
             name = f"{stem}_{count}"
+        self._name_counts[stem] = count
         return name
 
     def _own(self, consumer: str, value: Output | Node) -> Output:

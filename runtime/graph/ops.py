@@ -6,6 +6,7 @@ A graph is fully static in shape: a placeholder states its shape, and a new batc
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from runtime.errors import GraphError
-from runtime.tensor import TensorSpec
+from runtime.tensor import TensorSpec, dtype_of
 
 if TYPE_CHECKING:
     from runtime.graph.graph import Graph, Node, Output
@@ -59,18 +60,26 @@ class KernelContext:
 class Op(ABC):
     """An operation. Instances do not exist: the class is the entry in the registry, all methods are static or class ones.
 
-    ``inplace``: pairs (input, output) that may share memory, because element i of the output depends on no other element
-    of that input that is written before it is read. The plan decides whether they do.
-    ``alias``: output 0 *is* input 0's memory under another shape (Reshape, Identity); such an op has no kernel call.
-    ``stateful``: never folded, merged or pruned as a duplicate; runs once a step.
-    ``long``: worth handing to another thread (tens of microseconds and more, releases the GIL).
+    ``inplace``: pairs (input, output) that may share memory where their specs are equal, because element i of the output
+    depends on no other element of that input that is written before it is read. The plan decides whether they do.
+    ``alias``: output 0 *is* input 0's memory under another shape (Reshape, Identity, Assign); ``compile`` returns None
+    unless the op changes that memory (Assign).
+    ``resident``: the outputs are not planned: ``memory`` gives arrays that outlive the step (Variable, Constant). They
+    are never reused nor written in place, except by ops that name them in ``mutates``.
+    ``mutates``: inputs whose memory the op changes. Each must be a variable (or an alias of one), and the op runs on
+    that variable's device. On one device reads and writes of a variable keep the order in which the nodes were added;
+    ``partition`` adds the control edges for it.
+    ``stateful``: never folded or merged with an equal node; runs once a step.
+    ``long``: worth handing to another thread if its cost is large (tens of microseconds and more, releases the GIL).
     ``asynchronous``: the compiled call returns a Future, and the executor does other work until it is done (a wait for
-    other replicas holds no thread).
+    other replicas holds no thread). Inputs and outputs of the call stay untouched by others until then.
     """
 
     name: ClassVar[str]
     inplace: ClassVar[tuple[tuple[int, int], ...]] = ()
     alias: ClassVar[bool] = False
+    resident: ClassVar[bool] = False
+    mutates: ClassVar[tuple[int, ...]] = ()
     stateful: ClassVar[bool] = False
     long: ClassVar[bool] = False
     asynchronous: ClassVar[bool] = False
@@ -91,6 +100,11 @@ class Op(ABC):
         raise NotImplementedError
 
     @staticmethod
+    def memory(attrs: Attrs, resources: Any) -> Sequence[np.ndarray]:
+        """The output arrays of a ``resident`` op, C-contiguous, created in ``resources`` if they are absent."""
+        raise NotImplementedError
+
+    @staticmethod
     def workspace(inputs: Sequence[TensorSpec], attrs: Attrs, threads: int) -> int:
         """Bytes of temporary memory that ``compile`` will take from its context."""
         return 0
@@ -104,6 +118,42 @@ class Op(ABC):
     def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
         """By default one FLOP an output element, and each input and output touched once."""
         return Cost(sum(spec.size for spec in outputs), sum(spec.nbytes for spec in (*inputs, *outputs)))
+
+
+def normal_attrs(attrs: Attrs) -> dict[str, Any]:
+    """Attributes in the forms that a serialised graph can hold; GraphError names one that has none.
+
+    None, bool, int, float, str, dtype, array (copied and made read-only), and tuples of int or of float. Lists become
+    tuples, numpy scalars Python ones.
+    """
+    return {key: _normal(key, value) for key, value in attrs.items()}
+
+
+def _normal(key: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.ndarray):
+        TensorSpec.of(value)
+        if value.flags.writeable or not value.flags.c_contiguous or not value.dtype.isnative:
+            value = np.array(value, value.dtype.newbyteorder("="), order="C", copy=True)
+            value.flags.writeable = False
+        return value
+    if isinstance(value, np.dtype | type):
+        return dtype_of(value)
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return float(value)
+    if isinstance(value, list | tuple):
+        if all(isinstance(item, int | np.integer) for item in value):
+            return tuple(int(item) for item in value)
+        if all(isinstance(item, int | float | np.integer | np.floating) for item in value):
+            return tuple(float(item) for item in value)
+    raise GraphError(
+        f"attribute {key}={value!r} cannot be stored in a graph (numbers, strings, dtypes, arrays, tuples of numbers)"
+    )
 
 
 _REGISTRY: dict[str, type[Op]] = {}
@@ -123,8 +173,6 @@ def op_class(name: str) -> type[Op]:
     """The op registered under ``name``; GraphError lists near matches on a miss."""
     cls = _REGISTRY.get(name)
     if cls is None:
-        import difflib
-
         near = difflib.get_close_matches(name, _REGISTRY, 3)
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(_REGISTRY))}"
         raise GraphError(f"unknown op {name!r}; {hint}")
