@@ -11,17 +11,20 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import ClassVar, Protocol
+from dataclasses import asdict, dataclass, field, fields
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 
 from runtime.deadline import Deadline
+from runtime.errors import ConfigError
 from runtime.future import Future
 from runtime.memory.arena import Arena
 from runtime.trace import Tracer
 
 MAX_KEY_BYTES = 1024
+
+Settings = TypeVar("Settings")
 
 
 class Fidelity(enum.StrEnum):
@@ -124,6 +127,21 @@ class Options:
     bind: str = "127.0.0.1"
     task: str = ""
     params: Mapping[str, object] = field(default_factory=dict)
+
+    def settings(self, transport: str, cls: type[Settings]) -> Settings:
+        """``params`` as an instance of ``cls``, a dataclass whose fields all have defaults.
+
+        ConfigError names the known settings on an unknown one, and the wanted type on a value of another type.
+        """
+        known = {entry.name: type(entry.default) for entry in fields(cls)}  # type: ignore[arg-type]
+        for name, value in self.params.items():
+            wanted = known.get(name)
+            if wanted is None:
+                raise ConfigError(f"transport {transport} has no setting {name!r}; known: {', '.join(known) or 'none'}")
+            fits = type(value) is wanted or (wanted is float and type(value) is int)
+            if not fits:
+                raise ConfigError(f"setting {name} of transport {transport} is {value!r}; it takes {wanted.__name__}")
+        return cls(**self.params)
 
 
 class Channel(ABC):
