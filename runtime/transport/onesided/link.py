@@ -67,7 +67,8 @@ class Link(ABC):
     # still being read.
     depth: int
     registers: bool  # local buffers of post_write and post_read must be registered (arena, ``RegistrationCache``)
-    prefers: str  # "read" or "write": which rendezvous protocol `auto` takes where both would do
+    revokes: bool = True  # after ``close`` the peer cannot write to our memory even if it wants to
+    prefers: str  # "read" or "write": which rendezvous protocol ``auto`` takes
     control: int | None = None  # a descriptor that becomes readable when the peer may be gone: then ask ``lost()``
 
     @abstractmethod

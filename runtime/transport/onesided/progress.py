@@ -256,6 +256,7 @@ class Progress:
         """Serve while there is something to do and nobody else would; spin a little after the last thing."""
         if not self._role.acquire(False):
             return
+        self._background = True
         try:
             if rang:
                 self.wakeups += 1
@@ -265,7 +266,6 @@ class Progress:
                     busy = True
             if not busy:
                 return
-            self._background = True
             for member in self._members:
                 member.link.disarm()
             pause, clock = os.sched_yield, time.monotonic_ns

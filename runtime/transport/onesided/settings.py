@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from runtime.errors import ConfigError
 
@@ -12,7 +11,8 @@ PROTOCOLS = ("auto", "eager", "read", "write", "paper_read", "paper_write")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``Options.params`` may say to every one-sided transport; an experiment can sweep each field.
+    """What ``Options.params`` may say to every one-sided transport; an experiment can sweep each field. A transport with
+    settings of its own derives from this class.
 
     protocol         how a fetch moves its bytes; ``auto``: eager to the threshold, then what the link prefers
     eager_threshold  bytes of tensor up to which ``auto`` copies through the message ring
@@ -55,20 +55,3 @@ class Settings:
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"{name} = {getattr(self, name)} is not in {low}..{high}")
-
-    @classmethod
-    def split(cls, params: Mapping[str, object], own: Mapping[str, object]) -> tuple[Settings, dict[str, object]]:
-        """Settings and the transport's ``own`` parameters (name -> default) out of ``params``; ConfigError names an
-        unknown parameter or one of another type than its default."""
-        defaults: dict[str, object] = {f.name: f.default for f in fields(cls)}
-        known = {**defaults, **own}
-        common: dict[str, object] = {}
-        rest = dict(own)
-        for name, value in params.items():
-            if name not in known:
-                raise ConfigError(f"unknown parameter {name!r}; known: {', '.join(sorted(known))}")
-            expected = type(known[name])
-            if known[name] is not None and type(value) is not expected:
-                raise ConfigError(f"parameter {name} = {value!r} must be of type {expected.__name__}")
-            (common if name in defaults else rest)[name] = value
-        return cls(**common), rest  # type: ignore[arg-type]

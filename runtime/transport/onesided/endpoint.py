@@ -1,0 +1,350 @@
+"""Endpoint: one end of a connection; messages under credits, transfers in pieces, and an end that is orderly or sudden.
+
+Locking: ``_lock`` guards the link and all tables and is held for short; what may call foreign code (futures, leases,
+``TensorSource.take``) is put into ``_after`` under the lock and run once it is free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runtime.deadline import Deadline
+from runtime.errors import ChannelClosedError, CorruptMessageError, DeadlineError, PeerLostError
+from runtime.future import Future
+from runtime.transport.base import Counters
+from runtime.transport.onesided import messages
+from runtime.transport.onesided.link import Completion, Link, Op, Region
+
+if TYPE_CHECKING:
+    from runtime.transport.onesided.transport import OneSidedTransport
+
+_MESSAGE, _IMMEDIATE = Op.MESSAGE, Op.IMMEDIATE
+# The last credit is kept for CREDIT messages: two ends that are both out of credit could otherwise not tell each other.
+_RESERVE = 1
+_GOODBYE_S = 2.0
+
+Done = Callable[[BaseException | None], None]
+
+
+class Endpoint:
+    """What both ends share. ``progress`` may be called by any thread; at most one polls, others return at once."""
+
+    def __init__(self, transport: OneSidedTransport, link: Link, peer: str) -> None:
+        self.transport = transport
+        self.link = link
+        self.peer = peer
+        self.counters = Counters()
+        self._lock = threading.Lock()
+        self._credits = link.depth
+        self._owed = 0
+        self._report_at = max(2, transport.settings.depth // 4)
+        self._outbox: deque[Callable[[], bool]] = deque()
+        self._flights: dict[int, Done] = {}  # tag of a post -> what to do when it is complete
+        self._next_tag = 0
+        self._after: list[tuple[Callable[[Any], object], Any]] = []
+        self._reason: BaseException | None = None  # why nothing goes through any more
+        self._saying_bye = False
+        self._closed = False
+        self._goodbye: Future[None] = Future(f"goodbye of {peer}", transport.progress.drive)
+        self._handlers: dict[int, Callable[[memoryview], None]] = {
+            messages.Kind.CREDIT: self._on_credit,
+            messages.Kind.BYE: self._on_bye,
+            messages.Kind.BYE_ACK: self._on_bye_ack,
+        }
+
+    # Progress's side
+
+    def progress(self) -> bool:
+        """Poll the link once and handle what came. True if anything did."""
+        if not self._lock.acquire(False):
+            return False
+        completions: list[Completion] = []
+        try:
+            if self._closed:
+                return False
+            completions = self.link.poll()
+            if completions:
+                self._handle(completions)
+            elif not self._outbox:
+                return False
+            if self._outbox:
+                self._flush()
+        except BaseException as error:
+            self._fail(self._translated(error))
+            self.link.abort(error)
+        finally:
+            after = self._take_after()
+            self._lock.release()
+            if after:
+                run(after)
+        return bool(completions)
+
+    def lost(self, error: BaseException) -> None:
+        """The peer is gone for good: take what it still delivered, fail the rest, let go of quarantined memory."""
+        while self.progress():
+            pass
+        with self._lock:
+            self._fail(error)
+            self._quarantine_over()
+            self._after.append((self._goodbye.set_result, None))
+            after = self._take_after()
+        run(after)
+        self.link.abort(error)  # so that the peer, if it lives, learns that we have stopped
+        self._peer_gone()
+
+    def expire(self, now_ns: int) -> None:
+        """Fail what has passed its deadline."""
+
+    # The end
+
+    def abort(self, reason: BaseException) -> None:
+        """Fail what is pending with ``reason`` now and hang up, without waiting. Memory that the peer may still write to
+        stays held until the peer has hung up too. Idempotent; any thread."""
+        with self._lock:
+            self._fail(reason)
+            after = self._take_after()
+        run(after)
+        self.link.abort(reason)
+
+    def close(self) -> None:
+        """Fail what is pending, tell the peer, wait (bounded) until it has stopped using our memory, tear down. Idempotent."""
+        with self._lock:
+            polite = self._reason is None and not self._closed
+            self._fail(ChannelClosedError(f"the channel with {self.peer} was closed"))
+            if polite:
+                self._saying_bye = True
+                self._send(messages.pack_header(messages.Kind.BYE, 0, 0, 0))
+            after = self._take_after()
+        run(after)
+        if polite:
+            try:
+                self._goodbye.result(Deadline.after(_GOODBYE_S))
+            except DeadlineError:
+                self.link.abort(PeerLostError(f"{self.peer} did not answer the goodbye within {_GOODBYE_S} s"))
+        self.shut()
+
+    def shut(self) -> None:
+        """Tear the link down now. Idempotent."""
+        self.transport.progress.remove(self)
+        with self._lock:
+            if self._closed:
+                return
+            self._fail(ChannelClosedError(f"the channel with {self.peer} was closed"))
+            self._closed = True
+            self.link.close()
+            self._quarantine_over()
+            self._after.append((self._goodbye.set_result, None))
+            after = self._take_after()
+        run(after)
+        self.transport.forget(self)
+
+    @property
+    def alive(self) -> bool:
+        return self._reason is None and not self._closed
+
+    # For subclasses; the lock is held
+
+    def _dropped(self, reason: BaseException) -> None:
+        """Put into ``_after`` the failure of everything pending; called once, when the endpoint fails."""
+        raise NotImplementedError
+
+    def _quarantine_over(self) -> None:
+        """The peer can no longer touch our memory: let go of what was held for that reason."""
+        raise NotImplementedError
+
+    def _peer_gone(self) -> None:
+        """Called without the lock, once the peer is known to be gone."""
+
+    def _immediate(self, imm: int) -> None:
+        raise CorruptMessageError(f"unexpected immediate {imm:#x} from {self.peer}")
+
+    def _send(self, message: bytes) -> None:
+        """Send a control message in order, now or when credits and queue allow."""
+        if self._outbox or self._credits <= _RESERVE or not self._try_send(message):
+            self._outbox.append(partial(self._send_later, message))
+
+    def _write(self, local: np.ndarray, remote: Region, imm: int, done: Done) -> None:
+        """Write flat ``local`` to ``remote`` in order, then deliver ``imm``; ``done`` runs under the lock."""
+        self._queue(_Transfer(self, local, remote, imm, done).write)
+
+    def _read(self, local: np.ndarray, remote: Region, done: Done) -> None:
+        """Read ``remote`` into flat ``local``; ``done`` runs under the lock."""
+        self._queue(_Transfer(self, local, remote, 0, done).read)
+
+    def _queue(self, job: Callable[[], bool]) -> None:
+        """Run ``job`` in order until it returns True: everything is posted."""
+        if self._outbox or not job():
+            self._outbox.append(job)
+
+    def _tag(self, done: Done) -> int:
+        self._next_tag += 1
+        self._flights[self._next_tag] = done
+        return self._next_tag
+
+    def _try_send(self, message: bytes | bytearray) -> bool:
+        if self._owed >= self._report_at:
+            message = messages.return_credits(message, self._owed)
+        try:
+            self.link.post_send(message)
+        except BlockingIOError:
+            return False
+        if message.__class__ is bytearray:
+            self._owed = 0
+        self._credits -= 1
+        self.counters.messages_out += 1
+        return True
+
+    def _take_after(self) -> list[tuple[Callable[[Any], object], Any]]:
+        after = self._after
+        if after:
+            self._after = []
+        return after
+
+    # Inside
+
+    def _send_later(self, message: bytes) -> bool:
+        return self._credits > _RESERVE and self._try_send(message)
+
+    def _flush(self) -> None:
+        outbox = self._outbox
+        while outbox and outbox[0]():
+            outbox.popleft()
+
+    def _handle(self, completions: list[Completion]) -> None:
+        handlers = self._handlers
+        for op, tag, imm, payload, error in completions:
+            if op is _MESSAGE:
+                self._owed += 1
+                self.counters.messages_in += 1
+                if len(payload) < messages.HEADER_BYTES:
+                    raise CorruptMessageError(f"message of {len(payload)} bytes from {self.peer}")
+                kind = payload[0]
+                if payload[2] or payload[3]:
+                    self._credits += payload[2] | payload[3] << 8
+                    if self._credits > self.link.depth:
+                        raise CorruptMessageError(f"{self.peer} returns more credits than there are")
+                if self._reason is not None and kind < messages.Kind.CREDIT:
+                    continue  # answers to what has failed already
+                handler = handlers.get(kind)
+                if handler is None:
+                    raise CorruptMessageError(f"message of kind {kind} from {self.peer}")
+                handler(payload)
+            elif op is _IMMEDIATE:
+                self._owed += 1
+                if self._reason is None:
+                    self._immediate(imm)
+            else:
+                done = self._flights.pop(tag, None)
+                if done is not None:
+                    done(error)
+                if error is not None:
+                    raise error
+        if self._owed >= 2 * self._report_at and self._credits and not self._closed:
+            report = messages.pack_header(messages.Kind.CREDIT, 0, 0, 0)
+            if not self._try_send(report):
+                self._outbox.appendleft(partial(self._try_send, report))
+
+    def _fail(self, reason: BaseException) -> None:
+        if self._reason is None:
+            self._reason = reason
+            self._outbox.clear()
+            self._dropped(reason)
+
+    def _translated(self, error: BaseException) -> BaseException:
+        if isinstance(error, (PeerLostError, CorruptMessageError, ChannelClosedError)):
+            return error
+        lost = PeerLostError(f"connection to {self.peer} failed: {error}")
+        lost.__cause__ = error
+        return lost
+
+    def _on_credit(self, message: memoryview) -> None:
+        messages.decode_request(message)
+
+    def _on_bye(self, message: memoryview) -> None:
+        messages.decode_request(message)
+        self._fail(PeerLostError(f"{self.peer} closed the channel"))
+        self._quarantine_over()
+        # In order behind every write that was posted, so it says that none is under way.
+        self._send(messages.pack_header(messages.Kind.BYE_ACK, 0, 0, 0))
+
+    def _on_bye_ack(self, message: memoryview) -> None:
+        messages.decode_request(message)
+        if not self._saying_bye:
+            raise CorruptMessageError(f"{self.peer} answers a goodbye that nobody said")
+        self._quarantine_over()
+        self._after.append((self._goodbye.set_result, None))
+
+
+class _Transfer:
+    """A write or read, posted in pieces no longer than the link and ``chunk_bytes`` allow; only the last is signalled."""
+
+    __slots__ = ("done", "endpoint", "imm", "local", "offset", "piece", "remote")
+
+    def __init__(self, endpoint: Endpoint, local: np.ndarray, remote: Region, imm: int, done: Done) -> None:
+        self.endpoint = endpoint
+        self.local = local
+        self.remote = remote
+        self.imm = imm
+        self.done = done
+        self.offset = 0
+        self.piece = min(endpoint.link.max_transfer, endpoint.transport.settings.chunk_bytes or 1 << 62)
+
+    def write(self) -> bool:
+        endpoint, size = self.endpoint, len(self.local)
+        link = endpoint.link
+        while size - self.offset > self.piece:
+            try:
+                link.post_write(*self._slice(self.piece), signalled=False)
+            except BlockingIOError:
+                return False
+            self.offset += self.piece
+        if endpoint._credits <= _RESERVE:
+            return False
+        tag = endpoint._tag(self.done)
+        try:
+            link.post_write(*self._slice(size - self.offset), imm=self.imm, tag=tag)
+        except BaseException as error:
+            del endpoint._flights[tag]
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
+        endpoint._credits -= 1
+        endpoint.counters.bytes_out += size
+        return True
+
+    def read(self) -> bool:
+        endpoint, size = self.endpoint, len(self.local)
+        while self.offset < size:
+            piece = min(self.piece, size - self.offset)
+            last = self.offset + piece == size
+            tag = endpoint._tag(self.done if last else _ignore)
+            try:
+                endpoint.link.post_read(*self._slice(piece), tag=tag)
+            except BaseException as error:
+                del endpoint._flights[tag]
+                if isinstance(error, BlockingIOError):
+                    return False
+                raise
+            self.offset += piece
+        return True
+
+    def _slice(self, nbytes: int) -> tuple[np.ndarray, Region]:
+        if nbytes == len(self.local):
+            return self.local, self.remote
+        return self.local[self.offset : self.offset + nbytes], self.remote.slice(self.offset, nbytes)
+
+
+def run(after: list[tuple[Callable[[Any], object], Any]]) -> None:
+    """Run what was put off until the lock was free."""
+    for action, argument in after:
+        action(argument)
+
+
+def _ignore(error: BaseException | None) -> None:
+    return
