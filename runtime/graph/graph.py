@@ -181,9 +181,9 @@ class Graph:
         """
         cls = op_class(op)
         if name is None:
-            full = self._free_name(self._scoped(cls.name))
+            full = self._free_name(self.scoped_name(cls.name))
         else:
-            full = self._scoped(name)
+            full = self.scoped_name(name)
             if full in self._by_name:
                 raise GraphError(f"node name {full!r} is taken by {self._by_name[full]!r}")
         if not _NAME.fullmatch(full):
@@ -283,7 +283,7 @@ class Graph:
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         """Names added inside get the prefix ``name/``; scopes nest."""
-        self._scope.append(self._scoped(name))
+        self._scope.append(self.scoped_name(name))
         try:
             yield
         finally:
@@ -312,7 +312,17 @@ class Graph:
         choose = self._choosers[-1]
         return self._device[-1] if choose is None else _checked_device(choose(spec))
 
-    def _scoped(self, name: str) -> str:
+    @contextmanager
+    def root_scope(self) -> Iterator[None]:
+        """Names added inside are taken as they are, whatever scopes are around."""
+        self._scope.append("")
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    def scoped_name(self, name: str) -> str:
+        """The full name that ``name`` has in the scopes around."""
         scope = self._scope[-1]
         return f"{scope}/{name}" if scope else name
 

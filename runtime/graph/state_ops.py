@@ -1,0 +1,480 @@
+"""State ops: variables, what changes them, and what replicas wait for each other with.
+
+A variable's output *is* its memory on the task that owns it. Every op that reads it, there or through a Send, sees it as of
+its own place in the graph: in one step, reads and writes of a variable keep the order in which the nodes were added.
+Between steps of different workers there is no order: an asynchronous pull may see an update half done (Hogwild).
+``read_variable`` copies under the update lock and so never tears within one variable. With synchronous replicas nothing
+need be locked: a worker pulls after ``await_step`` said that all updates are done, and the next update begins after N workers gave
+their gradients; a straggler that pulls meanwhile gives a stale gradient, which is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from runtime.errors import GraphError, ShapeError
+from runtime.graph.graph import Graph, Node, Output, current_graph
+from runtime.graph.initialisers import KINDS, Initialiser, write_initial, zeros
+from runtime.graph.math_ops import check_count, check_floating
+from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
+from runtime.tensor import TensorSpec, dtype_of
+
+GLOBAL_STEP = "global_step"
+
+
+@register
+class Variable(Op):
+    """Memory of ``shape`` and ``dtype`` that outlives the step, known as ``variable`` in ``container``.
+
+    The first graph to be registered with it creates and initialises it (attributes of ``initialisers``).
+    """
+
+    resident = True
+    stateful = True
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 0)
+        if not attrs["variable"] or attrs["init"] not in KINDS:
+            raise GraphError(f"needs a variable's name and an initialiser of {', '.join(KINDS)}")
+        spec = TensorSpec(tuple(attrs["shape"]), dtype_of(attrs["dtype"]))
+        if attrs["init"] == "tensor" and TensorSpec.of(attrs["init_value"]) != spec:
+            raise ShapeError(f"initial value {TensorSpec.of(attrs['init_value'])} is not {spec}")
+        return [spec]
+
+    @staticmethod
+    def memory(attrs: Attrs, resources: Any) -> Sequence[np.ndarray]:
+        spec = TensorSpec(tuple(attrs["shape"]), dtype_of(attrs["dtype"]))
+        return [resources.variable(attrs["variable"], spec, partial(write_initial, attrs), attrs.get("container", ""))]
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        return None
+
+    @staticmethod
+    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
+        return Cost(0, 0)
+
+
+def update_lock(memory: np.ndarray, attrs: Attrs, context: KernelContext) -> Any:
+    """The lock to hold while changing the variable that an op's attributes name."""
+    return context.resources.update_lock(attrs["variable"], TensorSpec.of(memory), attrs.get("container", ""))
+
+
+@register
+class ReadVariable(Op):
+    """A copy of a variable that no update was half done in."""
+
+    stateful = True
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 1)
+        return [inputs[0]]
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        (memory,), (out,) = inputs, outputs
+        lock = update_lock(memory, attrs, context)
+
+        def read() -> None:
+            with lock:
+                np.copyto(out, memory)
+
+        return read
+
+    @staticmethod
+    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
+        return [grads[0]]
+
+    @staticmethod
+    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
+        return Cost(0, 2 * outputs[0].nbytes)
+
+
+class _Assignment(Op):
+    """Inputs (variable, value); the output is the variable's memory afterwards."""
+
+    alias = True
+    mutates = (0,)
+    stateful = True
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 2)
+        if inputs[0] != inputs[1]:
+            raise ShapeError(f"the variable is {inputs[0]}, the value {inputs[1]}")
+        return [inputs[0]]
+
+
+@register
+class Assign(_Assignment):
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        memory, value = inputs
+        lock = update_lock(memory, attrs, context)
+
+        def assign_() -> None:
+            with lock:
+                np.copyto(memory, value)
+
+        return assign_
+
+
+@register
+class AssignAdd(_Assignment):
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        memory, value = inputs
+        lock = update_lock(memory, attrs, context)
+
+        def assign_add_() -> None:
+            with lock:
+                np.add(memory, value, memory)
+
+        return assign_add_
+
+
+@register
+class AdvanceStep(Op):
+    """Counts the global step (int64 scalar) on by one and lets those go on who await it; gives the variable's memory."""
+
+    alias = True
+    mutates = (0,)
+    stateful = True
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 1)
+        _check_step(inputs[0])
+        return [inputs[0]]
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        counter = context.resources.step_counter(attrs["variable"], container=attrs.get("container", ""))
+        lock = update_lock(inputs[0], attrs, context)
+
+        def advance() -> None:
+            with lock:
+                counter.advance()
+
+        return advance
+
+
+@register
+class AwaitStep(Op):
+    """Waits until the global step called ``variable`` is greater than the input (int64 scalar); gives its value then.
+
+    It does not take the variable as an input, because it must not be put in order before or after its updates.
+    """
+
+    stateful = True
+    asynchronous = True
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 1)
+        _check_step(inputs[0])
+        return [inputs[0]]
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        counter = context.resources.step_counter(attrs["variable"], container=attrs.get("container", ""))
+        (local_step,), (out,), step = inputs, outputs, context.step
+        return lambda: counter.wait_past(int(local_step), out, step.id)
+
+
+def _check_step(spec: TensorSpec) -> None:
+    if spec != TensorSpec((), np.dtype(np.int64)):
+        raise ShapeError(f"a step is an int64 scalar, not {spec}")
+
+
+@register
+class AccumulatorApply(Op):
+    """Gives a gradient and the step that it belongs to (int64 scalar) to ``accumulator``, as replica number ``worker``.
+
+    Done when the gradient was averaged, or at once if it is stale.
+    """
+
+    stateful = True
+    asynchronous = True
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 2)
+        check_floating(inputs[0])
+        _check_step(inputs[1])
+        if not attrs["accumulator"] or attrs["worker"] < 0:
+            raise GraphError("needs an accumulator's name and a worker from 0")
+        return []
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        gradient, local_step = inputs
+        accumulator = context.resources.accumulator(
+            attrs["accumulator"], TensorSpec.of(gradient), attrs.get("container", "")
+        )
+        worker, step = attrs["worker"], context.step
+        return lambda: accumulator.apply(worker, gradient, int(local_step), step.id)
+
+
+@register
+class AccumulatorTake(Op):
+    """The mean of ``count`` replicas' gradients of one step, when they are there."""
+
+    stateful = True
+    asynchronous = True
+    long = True
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 0)
+        if not attrs["accumulator"] or attrs["count"] < 1:
+            raise GraphError("needs an accumulator's name and a count from 1")
+        spec = TensorSpec(tuple(attrs["shape"]), dtype_of(attrs["dtype"]))
+        check_floating(spec)
+        return [spec]
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        (out,) = outputs
+        accumulator = context.resources.accumulator(
+            attrs["accumulator"], TensorSpec.of(out), attrs.get("container", "")
+        )
+        count, step = attrs["count"], context.step
+        return lambda: accumulator.take(count, out, step.id)
+
+    @staticmethod
+    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
+        return Cost(attrs["count"] * outputs[0].size, (attrs["count"] + 1) * outputs[0].nbytes)
+
+
+@register
+class Enqueue(Op):
+    """Puts the input into ``queue`` (of ``capacity``), when there is room."""
+
+    stateful = True
+    asynchronous = True
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 1)
+        _check_queue(attrs)
+        return []
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        (value,), step = inputs, context.step
+        queue = context.resources.queue(
+            attrs["queue"], TensorSpec.of(value), attrs["capacity"], attrs.get("container", "")
+        )
+        return lambda: queue.put(value, step.id)
+
+
+@register
+class Dequeue(Op):
+    """The oldest tensor of ``queue``, which holds tensors of ``shape`` and ``dtype``, when there is one."""
+
+    stateful = True
+    asynchronous = True
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 0)
+        _check_queue(attrs)
+        return [TensorSpec(tuple(attrs["shape"]), dtype_of(attrs["dtype"]))]
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        (out,), step = outputs, context.step
+        queue = context.resources.queue(
+            attrs["queue"], TensorSpec.of(out), attrs["capacity"], attrs.get("container", "")
+        )
+        return lambda: queue.get(out, step.id)
+
+
+def _check_queue(attrs: Attrs) -> None:
+    if not attrs["queue"] or attrs["capacity"] < 1:
+        raise GraphError("needs a queue's name and a capacity from 1")
+
+
+def variable(
+    name: str,
+    shape: Sequence[int],
+    dtype: Any = np.float32,
+    initialiser: Initialiser | None = None,
+    *,
+    container: str = "",
+    colocate: Output | None = None,
+) -> Output:
+    """A variable of the current graph, zeros unless ``initialiser`` says otherwise. Graphs that use its name share it.
+
+    It goes where ``Graph.variable_devices`` says, or the device block around; or beside ``colocate``.
+    """
+    graph = current_graph() if colocate is None else colocate.graph
+    spec = TensorSpec(tuple(shape), dtype_of(dtype))
+    full = graph.scoped_name(name)
+    attrs = (initialiser or zeros()).attrs(full, spec)
+    if colocate is None:
+        device, beside = graph.variable_device(spec), ""
+    else:
+        device, beside = colocate.node.device, colocate.node.colocate or colocate.node.name
+    return graph.add(
+        "Variable",
+        name=name,
+        device=device,
+        colocate=beside,
+        shape=spec.shape,
+        dtype=spec.dtype,
+        variable=full,
+        container=container,
+        **attrs,
+    ).out
+
+
+def variables(graph: Graph) -> list[Output]:
+    """The variables of a graph, in the order in which they were added."""
+    return [node.out for node in graph.nodes if node.op is Variable]
+
+
+def variable_node(value: Output) -> Node:
+    """The variable whose memory an output is; GraphError if it is none's."""
+    node, at = value.node, value.index
+    while node.op.alias and at == 0 and node.inputs:
+        node, at = node.inputs[0].node, node.inputs[0].index
+    if node.op is not Variable:
+        raise GraphError(f"{value.name} is not a variable, so it cannot be changed")
+    return node
+
+
+def update(op: str, target: Output, *inputs: Output, name: str | None = None, **attrs: Any) -> Node:
+    """Add an op that changes the variable ``target`` (and slots among ``inputs``) beside it."""
+    owner = variable_node(target)
+    with target.graph.colocate_with(owner):
+        return target.graph.add(
+            op,
+            target,
+            *inputs,
+            name=name,
+            variable=owner.attrs["variable"],
+            container=owner.attrs.get("container", ""),
+            **attrs,
+        )
+
+
+def assign(target: Output, value: Any, name: str | None = None) -> Output:
+    """Overwrite a variable; gives it as it is afterwards."""
+    with target.graph.colocate_with(variable_node(target)):
+        value = target.graph.as_output(value, target.dtype)
+    return update("Assign", target, value, name=name).out
+
+
+def assign_add(target: Output, value: Any, name: str | None = None) -> Output:
+    """Add to a variable; gives it as it is afterwards."""
+    with target.graph.colocate_with(variable_node(target)):
+        value = target.graph.as_output(value, target.dtype)
+    return update("AssignAdd", target, value, name=name).out
+
+
+def read_variable(target: Output, name: str | None = None) -> Output:
+    """A copy, taken beside the variable while no update of it is half done."""
+    return update("ReadVariable", target, name=name).out
+
+
+def global_step(graph: Graph | None = None) -> Output:
+    """The step counter of training, an int64 scalar: the graph's if it has one, else a new one."""
+    graph = graph or current_graph()
+    if GLOBAL_STEP in graph:
+        return graph.node(GLOBAL_STEP).out
+    with graph.as_default(), graph.root_scope():
+        return variable(GLOBAL_STEP, (), np.int64)
+
+
+def advance_step(step: Output, name: str | None = None) -> Output:
+    """Count the global step on by one, waking those in ``await_step``; gives the new value."""
+    return update("AdvanceStep", step, name=name).out
+
+
+def await_step(step: Output, local_step: Output, name: str | None = None) -> Output:
+    """Wait until the global step ``step`` is greater than ``local_step``; gives its value then."""
+    owner = variable_node(step)
+    with step.graph.colocate_with(owner):
+        return step.graph.add(
+            "AwaitStep",
+            local_step,
+            name=name,
+            variable=owner.attrs["variable"],
+            container=owner.attrs.get("container", ""),
+        ).out
+
+
+def accumulator_apply(
+    target: Output, gradient: Output, local_step: Output, worker: int, name: str | None = None
+) -> Node:
+    """Give ``worker``'s gradient of the variable ``target`` to that variable's accumulator, on its device."""
+    owner = variable_node(target)
+    if gradient.spec != target.spec:
+        raise ShapeError(f"gradient {gradient.name} {gradient.spec} is not of variable {target.name} {target.spec}")
+    with target.graph.colocate_with(owner):
+        return target.graph.add(
+            "AccumulatorApply",
+            gradient,
+            local_step,
+            name=name,
+            accumulator=owner.attrs["variable"],
+            container=owner.attrs.get("container", ""),
+            worker=worker,
+        )
+
+
+def accumulator_take(target: Output, count: int, name: str | None = None) -> Output:
+    """The mean of ``count`` workers' gradients of the variable ``target``, on its device."""
+    owner = variable_node(target)
+    with target.graph.colocate_with(owner):
+        return target.graph.add(
+            "AccumulatorTake",
+            name=name,
+            accumulator=owner.attrs["variable"],
+            container=owner.attrs.get("container", ""),
+            count=count,
+            shape=target.shape,
+            dtype=target.dtype,
+        ).out
+
+
+def enqueue(queue: str, value: Output, capacity: int, name: str | None = None) -> Node:
+    """Put ``value`` into the queue of that name on the device of the block around."""
+    return value.graph.add("Enqueue", value, name=name, queue=queue, capacity=capacity)
+
+
+def dequeue(queue: str, spec: TensorSpec, capacity: int, name: str | None = None) -> Output:
+    """Take the oldest tensor from the queue of that name on the device of the block around."""
+    return (
+        current_graph()
+        .add("Dequeue", name=name, queue=queue, capacity=capacity, shape=spec.shape, dtype=spec.dtype)
+        .out
+    )
