@@ -175,6 +175,12 @@ class End:
     source: Any
     arena: Arena
     channels: dict[int, Channel] = field(default_factory=dict)
+    address: bytes = b""
+
+    def listen(self) -> bytes:
+        """Begin to serve; the address, which ``address`` keeps."""
+        self.address = self.transport.listen(self.source)
+        return self.address
 
     @property
     def channel(self) -> Channel:
@@ -221,7 +227,7 @@ def pair(
             end = open_end(name, source, task=f"/job:test/task:{rank}", **options)
             stack.callback(end.close)
             ends.append(end)
-        addresses = [end.transport.listen(end.source) for end in ends]
+        addresses = [end.listen() for end in ends]
         for rank, end in enumerate(ends):
             other = 1 - rank
             end.channels[other] = end.transport.connect(
@@ -263,7 +269,7 @@ class Rank:
         """This rank's end of a group in which every rank listens and is connected to every other."""
         end = open_end(name, source, task=f"/job:test/task:{self.rank}", **options)
         try:
-            addresses = self.exchange(end.transport.listen(end.source))
+            addresses = self.exchange(end.listen())
             for other, address in enumerate(addresses):
                 if other != self.rank:
                     end.channels[other] = end.transport.connect(
