@@ -58,7 +58,9 @@ for ((attempt = 0; ; attempt++)); do
     sleep 0.1
 done
 
-run=(bash "$exchange/job")
+# A copy, because the exchange is private to the host's user and $user may be another.
+mkdir -p /run/verbflow && install -m 755 "$exchange/job" /run/verbflow/job
+run=(bash /run/verbflow/job)
 if [ -n "$user" ]; then
     # Not su: it would set the limits of limits.conf again.
     run=(setpriv --reuid "$user" --regid "$(id -g "$user")" --init-groups "${run[@]}")

@@ -184,9 +184,7 @@ class Guest:
         process, self._process = self._process, None
         if process is not None:
             if not self.interactive:
-                # vng may be gone while QEMU lives on in its session.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _kill_group(process)
             process.wait()
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
@@ -403,6 +401,16 @@ def _run_here(
         finally:
             watchdog.cancel()
     return Outcome(code if code >= 0 else 128 - code, tail.decode(errors="replace"), time.monotonic() - started)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill vng, its shell and QEMU, and see them gone: QEMU has the writable folders open."""
+    end = time.monotonic() + 2
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < end:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.01)
 
 
 def _plain_directory() -> Path:
