@@ -39,6 +39,11 @@ class Future(Generic[T]):
         self._callbacks: list[Callable[[Future[T]], None]] | None = None
         self._waiter: threading.Event | None = None
 
+    @property
+    def drive(self) -> Callable[[Deadline, Callable[[], bool]], None] | None:
+        """What a waiting thread may call to make progress itself, for those who wait for the first of several futures."""
+        return self._drive
+
     def done(self) -> bool:
         return self._value is not _PENDING
 

@@ -7,7 +7,6 @@ comes first: the step itself, or a peer that asks for a tensor before this task 
 from __future__ import annotations
 
 import threading
-from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -83,8 +82,11 @@ class Table:
                 entry(step_aborted(self.step, reason))
 
 
-class Route(ABC):
-    """How one cut edge travels, seen from one of its ends. Made once when a graph is registered, used every step."""
+class Route:
+    """How one cut edge travels, seen from one of its ends. Made once when a graph is registered, used every step.
+
+    A route that sends overrides ``send``; one that receives ``recv`` and, if the producer waits for it, ``consumed``.
+    """
 
     transport: str = ""
 

@@ -20,6 +20,7 @@ from runtime.errors import ArenaFullError, ConfigError
 from runtime.tensor import TensorSpec
 
 ALIGNMENT = 64
+POISON = 0xDB
 DEFAULT_BYTES = 1 << 30
 
 
@@ -42,7 +43,7 @@ class Arena:
 
     ``shared=True`` backs it with a sealed memfd that ``fd`` names, so that a peer can map it and nobody can shrink it under
     us (no SIGBUS, no name in /dev/shm). Otherwise it is private anonymous memory. Huge pages are asked for in both cases.
-    ``poison`` fills freed blocks with 0xDB, so that a use after release shows.
+    ``poison`` fills freed blocks with ``POISON``, so that a use after release shows.
     """
 
     def __init__(self, nbytes: int = DEFAULT_BYTES, *, shared: bool = False, poison: bool = False) -> None:
@@ -110,7 +111,7 @@ class Arena:
             length = max(ALIGNMENT, -(-block.nbytes // ALIGNMENT) * ALIGNMENT)
             self.used_bytes -= length
             if self.poison:
-                self.memory[block.offset : block.offset + length] = 0xDB
+                self.memory[block.offset : block.offset + length] = POISON
             start, end = block.offset, block.offset + length
             if end in self._free_by_start:
                 end = end + self._remove_free(end)

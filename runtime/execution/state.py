@@ -1,0 +1,107 @@
+"""StepState: what the running step shares with the calls that were compiled for all steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from runtime.deadline import Deadline
+from runtime.errors import DeadlineError
+from runtime.execution.rendezvous import Rendezvous
+from runtime.future import Future
+
+# How long a thread drives a transport before it looks whether an abort, which no transport reports, has come in.
+_DRIVE_S = 0.02
+
+
+class Release(Future[None]):
+    """Done when a sent tensor's memory is free again; called by whoever read it, once or more, on any thread."""
+
+    __slots__ = ()
+
+    def __call__(self) -> None:
+        self.set_result(None)
+
+
+class StepState:
+    """Kernels read ``id`` and ``deadline`` of the running step.
+
+    It refers to no call and no array, so that calls can refer to it without a cycle. All but ``watch``'s completions
+    happen on the thread that runs the step.
+    """
+
+    def __init__(self) -> None:
+        self.id = 0
+        self.deadline = Deadline(0, 0)
+        self.rendezvous: Rendezvous | None = None
+        self.inbox: deque[tuple[int, Future]] = deque()
+        self.watched: dict[int, Future] = {}
+        self.in_flight: list[Release] = []
+        self._wake = threading.Event()
+
+    def begin(self, step: int, rendezvous: Rendezvous | None, deadline: Deadline) -> None:
+        """Forget the step before, except what it still has in flight."""
+        self.id = step
+        self.deadline = deadline
+        self.rendezvous = rendezvous
+        # Late completions of a step that failed go to the inbox which their callbacks hold, not to this one.
+        self.watched = {}
+        self.inbox = deque()
+
+    def watch(self, event: int, future: Future) -> None:
+        """Put (event, future) into the inbox when the future is done."""
+        if future.done():
+            self.inbox.append((event, future))
+            return
+        self.watched[event] = future
+        future.add_done_callback(partial(_deliver, event, self.inbox, self._wake))
+
+    def sending(self) -> Release:
+        """The release of one Send; the next step that writes to the same memory waits for it."""
+        release = Release("release of a sent tensor")
+        self.in_flight.append(release)
+        return release
+
+    def wait(self) -> bool:
+        """Wait until the inbox holds something; False at the deadline.
+
+        Where all that is watched is driven by the same transport, this thread drives it; else it sleeps until a callback.
+        """
+        inbox, deadline = self.inbox, self.deadline
+        drive = self._common_drive()
+        while not inbox:
+            if deadline.expired():
+                return False
+            if drive is not None:
+                turn = time.monotonic_ns() + int(_DRIVE_S * 1e9)
+                try:
+                    drive(Deadline(min(turn, deadline.at_ns)), lambda: bool(inbox))
+                except DeadlineError:
+                    continue
+            else:
+                self._wake.clear()
+                if not inbox:
+                    self._wake.wait(deadline.remaining())
+        return True
+
+    def _common_drive(self) -> Callable[[Deadline, Callable[[], bool]], None] | None:
+        drives = {future.drive for future in self.watched.values() if not future.done()}
+        return drives.pop() if len(drives) == 1 else None
+
+    def drain(self, futures: Sequence[Future]) -> bool:
+        """Wait until all futures are done; False at the deadline. Used between steps, when nothing else is watched."""
+        for future in futures:
+            if not future.done():
+                try:
+                    future.result(self.deadline)
+                except DeadlineError:
+                    return False
+        return True
+
+
+def _deliver(event: int, inbox: deque[tuple[int, Future]], wake: threading.Event, future: Future) -> None:
+    inbox.append((event, future))
+    wake.set()
