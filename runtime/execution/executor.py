@@ -153,13 +153,14 @@ class Executor:
             state = self._state
             state.begin(step, rendezvous, deadline or _FOREVER)
             try:
+                pairs = self._checked(feeds)
                 if self._straight and not self._tracer.enabled:
                     if state.in_flight:
                         self._settle()
-                    self._feed(feeds)
+                    self._feed(pairs)
                     self._run_calls(self._calls)
                     return self._results(copy)
-                return self._run_step(feeds, copy)
+                return self._run_step(pairs, copy)
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -179,21 +180,26 @@ class Executor:
 
     # Feeds and fetches
 
-    def _feed(self, feeds: Mapping[str, object] | None) -> None:
-        if self._poison is not None:
-            self._poison.fill(POISON)
+    def _checked(self, feeds: Mapping[str, object] | None) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Pairs (placeholder's memory, value); GraphError or ShapeError if the feeds are not what the step needs."""
         targets = self._feeds
-        if not feeds and not targets:
-            return
         given = feeds or {}
         if len(given) != len(targets) or given.keys() != targets.keys():
             self._wrong_feeds(given)
+        pairs = []
         for name, target in targets.items():
             value = given[name]
             if not isinstance(value, np.ndarray):
                 value = _as_array(name, value, target)
             if value.shape != target.shape or value.dtype != target.dtype:
                 raise ShapeError(f"placeholder {name} is {TensorSpec.of(target)}, fed was {_describe(value)}")
+            pairs.append((target, value))
+        return pairs
+
+    def _feed(self, pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        if self._poison is not None:
+            self._poison.fill(POISON)
+        for target, value in pairs:
             np.copyto(target, value)
 
     def _wrong_feeds(self, given: Mapping[str, object]) -> None:
@@ -244,18 +250,19 @@ class Executor:
             state.in_flight = in_flight
             raise state.deadline.error(f"{len(in_flight)} tensors sent in the step before are still being read")
 
-    def _run_step(self, feeds: Mapping[str, object] | None, copy: bool) -> list[np.ndarray]:
+    def _run_step(self, pairs: list[tuple[np.ndarray, np.ndarray]], copy: bool) -> list[np.ndarray]:
         state = self._state
         trace = _Trace(self._tracer, state.id) if self._tracer.enabled else None
         rendezvous = state.rendezvous
         # All Recvs start now, so that transfers overlap whatever can run.
         if self._arrivals:
             assert rendezvous is not None, "a partition with cut edges needs a rendezvous"
+            state.receiving = True
             for arrival in self._arrivals:
                 state.watch(arrival.event, rendezvous.recv(arrival.edge, arrival.into))
         if state.in_flight:
             self._settle()
-        self._feed(feeds)
+        self._feed(pairs)
         if trace is not None:
             trace.mark(Phase.COPY, "feeds")
         pending = self._pending.copy()
@@ -354,7 +361,7 @@ class Executor:
         if self._cancel is not None:
             self._cancel(state.id, step_aborted(state.id, error))
         outstanding = (*state.watched.values(), *state.in_flight)
-        if self._arrivals or any(not future.done() for future in outstanding):
+        if state.receiving or any(not future.done() for future in outstanding):
             self.broken = error
 
 

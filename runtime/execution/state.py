@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -14,7 +15,7 @@ from runtime.execution.rendezvous import Rendezvous
 from runtime.future import Future
 
 # How long a thread drives a transport before it looks whether an abort, which no transport reports, has come in.
-_DRIVE_S = 0.02
+_DRIVE_NS = 20_000_000
 
 
 class Release(Future[None]):
@@ -40,6 +41,7 @@ class StepState:
         self.inbox: deque[tuple[int, Future]] = deque()
         self.watched: dict[int, Future] = {}
         self.in_flight: list[Release] = []
+        self.receiving = False  # peers may write into this executor's slots
         self._wake = threading.Event()
 
     def begin(self, step: int, rendezvous: Rendezvous | None, deadline: Deadline) -> None:
@@ -47,6 +49,7 @@ class StepState:
         self.id = step
         self.deadline = deadline
         self.rendezvous = rendezvous
+        self.receiving = False
         # Late completions of a step that failed go to the inbox which their callbacks hold, not to this one.
         self.watched = {}
         self.inbox = deque()
@@ -73,18 +76,19 @@ class StepState:
         inbox, deadline = self.inbox, self.deadline
         drive = self._common_drive()
         while not inbox:
-            if deadline.expired():
+            now = time.monotonic_ns()
+            if now >= deadline.at_ns:
                 return False
+            self._wake.clear()
+            turn = min(now + _DRIVE_NS, deadline.at_ns)
             if drive is not None:
-                turn = time.monotonic_ns() + int(_DRIVE_S * 1e9)
-                try:
-                    drive(Deadline(min(turn, deadline.at_ns)), lambda: bool(inbox))
-                except DeadlineError:
+                with contextlib.suppress(DeadlineError):
+                    drive(Deadline(turn, now), lambda: bool(inbox))
+                if time.monotonic_ns() >= turn:
                     continue
-            else:
-                self._wake.clear()
-                if not inbox:
-                    self._wake.wait(deadline.remaining())
+            # Nobody to drive, or another thread drives already.
+            if not inbox:
+                self._wake.wait(deadline.remaining() if drive is None else _DRIVE_NS * 1e-9)
         return True
 
     def _common_drive(self) -> Callable[[Deadline, Callable[[], bool]], None] | None:

@@ -1,6 +1,7 @@
 """Arena: alignment, best fit, coalescing, the lifetime of tensors, and what its errors say."""
 
 import gc
+import itertools
 import mmap
 import os
 
@@ -119,7 +120,7 @@ def test_any_sequence_of_allocations_keeps_the_books(actions):
         except ArenaFullError:
             continue
     spans = sorted((block.offset, block.offset + max(1, block.nbytes)) for block in held)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert [block.nbytes for block in arena.occupants()] == sorted((block.nbytes for block in held), reverse=True)
     for block in held:
         arena.free(block)

@@ -1,5 +1,7 @@
 """The memory plan: no two live tensors share bytes, and memory that is free is used again."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ def chain(count, inplace=()):
     order = [Instruction("make t0", [], [tensors[0]])]
     order += [
         Instruction(f"make {after.name}", [before], [after], inplace=inplace)
-        for before, after in zip(tensors, tensors[1:], strict=False)
+        for before, after in itertools.pairwise(tensors)
     ]
     return tensors, order
 
