@@ -55,6 +55,7 @@ class Kind(enum.IntEnum):
     RELEASE = 9  # the memory that this request borrowed or read is no longer needed
     SLOTS = 10  # destination slots of static edges
     GOODBYE = 11  # an orderly close, so that the end of the connection is no loss of a peer
+    LATER = 12  # the request is known; its tensor comes by another way when it is there
 
 
 _KINDS = {int(kind): kind for kind in Kind}

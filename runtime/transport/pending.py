@@ -23,14 +23,35 @@ def encode_key(key: str) -> bytes:
     return raw
 
 
+class FetchFuture(Future[np.ndarray]):
+    """A future that tells its channel when somebody counts on being called back instead of waiting (and so driving)."""
+
+    __slots__ = ("_hurry",)
+
+    def __init__(
+        self,
+        what: str,
+        drive: Callable[[Deadline, Callable[[], bool]], None] | None = None,
+        hurry: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(what, drive)
+        self._hurry = hurry
+
+    def add_done_callback(self, callback: Callable[[Future[np.ndarray]], None]) -> None:
+        super().add_done_callback(callback)
+        if self._hurry is not None and not self.done():
+            self._hurry()
+
+
 class Pending:
     """One fetch: where its tensor goes, and its future.
 
     Bytes are written only through ``write``, and never after ``fail`` returned, so that the caller may use ``into`` again as
-    soon as its future is done. Any thread may call anything.
+    soon as its future is done. Any thread may call anything. ``asked_ns`` and ``copy_ns`` are for traces: when it was asked
+    for, and the time spent in copying.
     """
 
-    __slots__ = ("_bytes", "_fresh", "_guard", "_into", "_over", "_received", "_spec", "deadline", "future", "key")
+    __slots__ = ("_bytes", "_fresh", "_guard", "_into", "_over", "_received", "_spec", "asked_ns", "copy_ns", "deadline", "future", "key")
 
     def __init__(
         self,
@@ -39,12 +60,15 @@ class Pending:
         deadline: Deadline,
         what: str,
         drive: Callable[[Deadline, Callable[[], bool]], None] | None = None,
+        hurry: Callable[[], None] | None = None,
     ) -> None:
         if into is not None and not (into.flags.c_contiguous and into.flags.writeable):
             raise ShapeError(f"{what}: the destination must be C-contiguous and writable")
         self.key = key
         self.deadline = deadline
-        self.future: Future[np.ndarray] = Future(what, drive)
+        self.future = FetchFuture(what, drive, hurry)
+        self.asked_ns = 0
+        self.copy_ns = 0
         self._into = into
         self._guard = threading.Lock()
         self._over = False
