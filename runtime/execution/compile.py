@@ -22,6 +22,7 @@ from runtime.execution.state import StepState
 from runtime.future import Future
 from runtime.graph.graph import Graph, Output
 from runtime.graph.ops import Call, KernelContext
+from runtime.graph.transfer_ops import Recv, Send, edge_of
 from runtime.memory.arena import POISON, Arena, Block
 from runtime.memory.plan import Buffer, MemoryPlan, Place, Tensor, plan_memory
 from runtime.tensor import TensorSpec
@@ -32,7 +33,7 @@ def compile_partition(
     graph: Graph,
     fetches: Sequence[Output] = (),
     *,
-    edges: Sequence[Edge] = (),
+    edges: Sequence[Edge] | None = None,
     resources: Any = None,
     arena: Arena | None = None,
     threads: int = 1,
@@ -41,9 +42,9 @@ def compile_partition(
 ) -> Executor:
     """Compile all nodes of ``graph`` (prune it before) into an Executor that returns ``fetches``.
 
-    ``edges`` are the cut edges that Send and Recv nodes name; their tensors get slots in ``arena``, or ordinary memory without
-    one. ``threads``: how many a kernel may use. ``poison`` overwrites memory as soon as its content is used up, so that a
-    use after that shows in the results.
+    Tensors of cut edges get slots in ``arena``, or ordinary memory without one; ``edges`` are those that the caller has
+    routes for (by default those that the Send and Recv nodes state). ``threads``: how many a kernel may use. ``poison``
+    overwrites memory as soon as its content is used up, so that a use after that shows in the results.
     """
     return _Compiler(graph, fetches, edges, resources, arena, threads, tracer or Tracer(capacity=1), poison).run()
 
@@ -63,7 +64,7 @@ class _Compiler:
         self,
         graph: Graph,
         fetches: Sequence[Output],
-        edges: Sequence[Edge],
+        edges: Sequence[Edge] | None,
         resources: Any,
         arena: Arena | None,
         threads: int,
@@ -72,6 +73,8 @@ class _Compiler:
     ) -> None:
         self._graph = graph
         self._fetches = fetches
+        if edges is None:
+            edges = [edge_of(node) for node in graph.nodes if node.op in (Send, Recv)]
         self._edges = {edge.id: edge for edge in edges}
         self._resources = resources
         self._arena = arena

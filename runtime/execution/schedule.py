@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 
 from runtime.errors import GraphError
 from runtime.execution.rendezvous import Edge
+from runtime.graph.array_ops import Placeholder
 from runtime.graph.graph import Graph, Node, Output
+from runtime.graph.transfer_ops import Recv, Send
 from runtime.memory.plan import Instruction, Place, Tensor
 
 # Nanoseconds a FLOP and a byte, to compare distances with; their absolute values do not matter.
@@ -147,13 +149,13 @@ class _Scheduler:
         return copied
 
     def _add(self, node: Node, copied: bool) -> None:
-        edge = self._edge(node) if node.op.name in ("Send", "Recv") else None
+        edge = self._edge(node) if node.op in (Send, Recv) else None
         kind = Kind.KERNEL
-        if node.op.name == "Placeholder":
+        if node.op is Placeholder:
             kind = Kind.FEED
-        elif node.op.name == "Recv":
+        elif node.op is Recv:
             kind = Kind.RECV
-        elif node.op.name == "Send":
+        elif node.op is Send:
             kind = Kind.SEND
         elif node.op.resident:
             kind = Kind.RESIDENT
