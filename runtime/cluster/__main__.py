@@ -18,7 +18,15 @@ import sys
 import threading
 from types import FrameType
 
-from runtime.cluster.options import EXIT_OK, add_arguments, end_with_stdin, exit_code, open_server, read_token, set_threads
+from runtime.cluster.options import (
+    EXIT_OK,
+    add_arguments,
+    end_with_stdin,
+    exit_code,
+    open_server,
+    read_token,
+    set_threads,
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,7 +46,7 @@ class TaskProcess:
         self.name = name
         self.command = list(command)
         # A file, not a pipe: nobody has to read it, and it can be quoted when the task fails.
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
@@ -227,5 +227,3 @@ class LocalCluster:
                 if parse_task(name)[0] in self._restart and code is not None and code < 0:
                     with contextlib.suppress(PeerLostError, DeadlineError):
                         self.restart(name)
-
-

@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", required=True)
     parser.add_argument("--task", required=True, type=int)
     parser.add_argument("--transport", default="auto", help="auto, or the name of the one to use for every pair")
-    parser.add_argument("--arena-mib", type=int, default=1024, help="memory for variables and tensors that cross processes")
+    parser.add_argument(
+        "--arena-mib", type=int, default=1024, help="memory for variables and tensors that cross processes"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of this task's kernels")
     parser.add_argument("--blas-threads", type=int, default=1, help="threads of BLAS inside each of them")
     parser.add_argument("--bind", default="", help="address to listen on; by default the host of the cluster's address")

@@ -7,6 +7,7 @@ is read, so a stranger cannot make a task allocate memory.
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ import grpc
 
 from runtime import errors
 from runtime.errors import ConfigError, VerbflowError
+
+_LOG = logging.getLogger("verbflow.cluster")
 
 CONTROL_VERSION = 1
 # Feeds and fetches of a master outside the cluster are the only large messages; protobuf itself ends at 2 GiB.
@@ -139,13 +142,20 @@ def _refusal(error: VerbflowError) -> grpc.RpcMethodHandler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
+def described(error: BaseException) -> tuple[str, str]:
+    """(class name, text) of an error for another process, to be raised there by ``error_named``."""
+    if isinstance(error, VerbflowError):
+        return type(error).__name__, str(error)[:_MAX_DETAIL]
+    _LOG.error("unexpected error in a control call", exc_info=error)
+    return VerbflowError.__name__, f"{type(error).__name__}: {error}"[:_MAX_DETAIL]
+
+
 def abort(context: grpc.ServicerContext, error: BaseException) -> None:
     """End a call with ``error`` so that the caller can raise the same class again. Always raises."""
     code = next((code for cls, code in _CODES if isinstance(error, cls)), grpc.StatusCode.INTERNAL)
-    known = isinstance(error, VerbflowError)
-    context.set_trailing_metadata(((_ERROR, type(error).__name__ if known else "VerbflowError"),))
-    text = str(error) if known else f"{type(error).__name__}: {error}"
-    context.abort(code, text[:_MAX_DETAIL])
+    name, text = described(error)
+    context.set_trailing_metadata(((_ERROR, name),))
+    context.abort(code, text)
 
 
 def error_named(name: str, text: str) -> VerbflowError:

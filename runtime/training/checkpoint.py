@@ -43,7 +43,7 @@ def write_checkpoint(
     CheckpointError if the folder cannot be written, or a variable is missing or of another spec.
     """
     layout = _layout(specs)
-    sums = {name: 0 for name in specs}
+    sums = dict.fromkeys(specs, 0)
     handle, temporary = -1, ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,10 @@ class Checkpoint:
             self.step = int(metadata["step"])
             self._sums = {name: int(value, 16) for name, value in json.loads(metadata["crc32"]).items()}
             self._entries = {
-                name: (TensorSpec(tuple(entry["shape"]), _DTYPES_BACK[entry["dtype"]]), *map(int, entry["data_offsets"]))
+                name: (
+                    TensorSpec(tuple(entry["shape"]), _DTYPES_BACK[entry["dtype"]]),
+                    *map(int, entry["data_offsets"]),
+                )
                 for name, entry in header.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -152,9 +155,7 @@ class Checkpoint:
         ]
         if differing:
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-            raise CheckpointError(
-                f"checkpoint {self.path} is of another model: {'; '.join(differing[:3])}{more}"
-            )
+            raise CheckpointError(f"checkpoint {self.path} is of another model: {'; '.join(differing[:3])}{more}")
 
     def variables(self) -> Iterator[tuple[str, np.ndarray]]:
         """All variables, one in memory at a time."""

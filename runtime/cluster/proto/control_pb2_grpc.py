@@ -54,10 +54,15 @@ class WorkerStub:
                 request_serializer=runtime_dot_cluster_dot_proto_dot_control__pb2.BindRequest.SerializeToString,
                 response_deserializer=runtime_dot_cluster_dot_proto_dot_control__pb2.Empty.FromString,
                 _registered_method=True)
-        self.RunGraph = channel.unary_unary(
+        self.RunGraph = channel.stream_stream(
                 '/verbflow.control.Worker/RunGraph',
                 request_serializer=runtime_dot_cluster_dot_proto_dot_control__pb2.RunRequest.SerializeToString,
                 response_deserializer=runtime_dot_cluster_dot_proto_dot_control__pb2.RunReply.FromString,
+                _registered_method=True)
+        self.CleanupGraph = channel.unary_unary(
+                '/verbflow.control.Worker/CleanupGraph',
+                request_serializer=runtime_dot_cluster_dot_proto_dot_control__pb2.CleanupRequest.SerializeToString,
+                response_deserializer=runtime_dot_cluster_dot_proto_dot_control__pb2.Empty.FromString,
                 _registered_method=True)
         self.AbortStep = channel.unary_unary(
                 '/verbflow.control.Worker/AbortStep',
@@ -73,6 +78,11 @@ class WorkerStub:
                 '/verbflow.control.Worker/Ping',
                 request_serializer=runtime_dot_cluster_dot_proto_dot_control__pb2.PingRequest.SerializeToString,
                 response_deserializer=runtime_dot_cluster_dot_proto_dot_control__pb2.PingReply.FromString,
+                _registered_method=True)
+        self.ListVariables = channel.unary_unary(
+                '/verbflow.control.Worker/ListVariables',
+                request_serializer=runtime_dot_cluster_dot_proto_dot_control__pb2.VariablesRequest.SerializeToString,
+                response_deserializer=runtime_dot_cluster_dot_proto_dot_control__pb2.VariablesReply.FromString,
                 _registered_method=True)
         self.SaveVariables = channel.unary_stream(
                 '/verbflow.control.Worker/SaveVariables',
@@ -127,8 +137,16 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RunGraph(self, request, context):
-        """One step of a registered partition. Returns when the partition has run.
+    def RunGraph(self, request_iterator, context):
+        """Steps of registered partitions, one at a time: a request is answered when the partition has run. A call stays open for
+        many steps, which is twice as fast as a call a step; a master opens one for each step that it has running at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CleanupGraph(self, request, context):
+        """Forget steps that all tasks have finished. RunGraph and Ping carry the same list, so that no step needs a call for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,6 +168,12 @@ class WorkerServicer:
     def Ping(self, request, context):
         """The heartbeat. Renews the lease of the session's graphs.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListVariables(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -202,10 +226,15 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=runtime_dot_cluster_dot_proto_dot_control__pb2.BindRequest.FromString,
                     response_serializer=runtime_dot_cluster_dot_proto_dot_control__pb2.Empty.SerializeToString,
             ),
-            'RunGraph': grpc.unary_unary_rpc_method_handler(
+            'RunGraph': grpc.stream_stream_rpc_method_handler(
                     servicer.RunGraph,
                     request_deserializer=runtime_dot_cluster_dot_proto_dot_control__pb2.RunRequest.FromString,
                     response_serializer=runtime_dot_cluster_dot_proto_dot_control__pb2.RunReply.SerializeToString,
+            ),
+            'CleanupGraph': grpc.unary_unary_rpc_method_handler(
+                    servicer.CleanupGraph,
+                    request_deserializer=runtime_dot_cluster_dot_proto_dot_control__pb2.CleanupRequest.FromString,
+                    response_serializer=runtime_dot_cluster_dot_proto_dot_control__pb2.Empty.SerializeToString,
             ),
             'AbortStep': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortStep,
@@ -221,6 +250,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Ping,
                     request_deserializer=runtime_dot_cluster_dot_proto_dot_control__pb2.PingRequest.FromString,
                     response_serializer=runtime_dot_cluster_dot_proto_dot_control__pb2.PingReply.SerializeToString,
+            ),
+            'ListVariables': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListVariables,
+                    request_deserializer=runtime_dot_cluster_dot_proto_dot_control__pb2.VariablesRequest.FromString,
+                    response_serializer=runtime_dot_cluster_dot_proto_dot_control__pb2.VariablesReply.SerializeToString,
             ),
             'SaveVariables': grpc.unary_stream_rpc_method_handler(
                     servicer.SaveVariables,
@@ -362,7 +396,34 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
-    def RunGraph(request,
+    def RunGraph(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/verbflow.control.Worker/RunGraph',
+            runtime_dot_cluster_dot_proto_dot_control__pb2.RunRequest.SerializeToString,
+            runtime_dot_cluster_dot_proto_dot_control__pb2.RunReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CleanupGraph(request,
             target,
             options=(),
             channel_credentials=None,
@@ -375,9 +436,9 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/verbflow.control.Worker/RunGraph',
-            runtime_dot_cluster_dot_proto_dot_control__pb2.RunRequest.SerializeToString,
-            runtime_dot_cluster_dot_proto_dot_control__pb2.RunReply.FromString,
+            '/verbflow.control.Worker/CleanupGraph',
+            runtime_dot_cluster_dot_proto_dot_control__pb2.CleanupRequest.SerializeToString,
+            runtime_dot_cluster_dot_proto_dot_control__pb2.Empty.FromString,
             options,
             channel_credentials,
             insecure,
@@ -459,6 +520,33 @@ class Worker:
             '/verbflow.control.Worker/Ping',
             runtime_dot_cluster_dot_proto_dot_control__pb2.PingRequest.SerializeToString,
             runtime_dot_cluster_dot_proto_dot_control__pb2.PingReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListVariables(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/verbflow.control.Worker/ListVariables',
+            runtime_dot_cluster_dot_proto_dot_control__pb2.VariablesRequest.SerializeToString,
+            runtime_dot_cluster_dot_proto_dot_control__pb2.VariablesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,406 @@
+"""Worker: what one task does for its masters. A plain object; ``service`` puts it on the network, and a master in the same
+process calls it directly."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from runtime.cluster.client import WorkerClient
+from runtime.cluster.health import HealthMonitor, Watch
+from runtime.cluster.proto import control_pb2 as pb
+from runtime.cluster.routes import TransportSet
+from runtime.cluster.rpc import CONTROL_VERSION, Tls
+from runtime.deadline import Deadline
+from runtime.errors import (
+    ConfigError,
+    GraphError,
+    PeerLostError,
+    ProtocolMismatchError,
+    StepAbortedError,
+    UnknownGraphError,
+)
+from runtime.execution.compile import compile_partition
+from runtime.execution.executor import Executor
+from runtime.execution.rendezvous import Edge
+from runtime.execution.resources import Resources
+from runtime.execution.step import FetchRoute, PushRoute, RendezvousManager, Route, ServeRoute, SlotRoute
+from runtime.graph.partition import Partition
+from runtime.graph.serialize import load_graph
+from runtime.memory.arena import Arena
+from runtime.trace import Tracer
+
+_LOG = logging.getLogger("verbflow.cluster")
+# A master that was not heard of for so long is dead, and the memory of its graphs is wanted.
+LEASE_S = 120.0
+
+
+@dataclass
+class _Registered:
+    """A registered partition. ``wires``: slots of its static edges, by transport."""
+
+    handle: str
+    session: int
+    executor: Executor
+    sends: list[Edge]
+    receives: list[Edge]
+    feeds: list[str]
+    routes: dict[int, Route] = field(default_factory=dict)
+    wires: dict[str, list[int]] = field(default_factory=dict)
+    peers: dict[str, pb.Peer] = field(default_factory=dict)
+    transports: dict[str, str] = field(default_factory=dict)
+    watches: list[Watch] = field(default_factory=list)
+    running: int = 0  # the step's id
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Worker:
+    """Any thread may call any method. ``close`` ends it."""
+
+    def __init__(
+        self,
+        task: str,
+        *,
+        arena: Arena,
+        transport: str,
+        token: str,
+        bind: str,
+        threads: int,
+        tls: Tls | None = None,
+        params: Mapping[str, Mapping[str, object]] | None = None,
+        settings: Mapping[str, str] | None = None,
+        health: HealthMonitor | None = None,
+    ) -> None:
+        self.task = task
+        # Never zero, and positive as a signed 64-bit number, so that every tool can hold it.
+        self.incarnation = secrets.randbits(62) | 1 << 62
+        self.arena = arena
+        self.tracer = Tracer()
+        self.resources = Resources(arena)
+        self.health = health or HealthMonitor()
+        self.rendezvous = RendezvousManager(task, self.incarnation, peer_state=self.health.describe)
+        self.transports = TransportSet(
+            transport,
+            source=self.rendezvous,
+            arena=arena,
+            tracer=self.tracer,
+            task=task,
+            token=token,
+            bind=bind,
+            params=params,
+        )
+        self._token, self._tls = token, tls
+        self._threads = threads
+        self._settings = dict(settings or {})
+        self._guard = threading.Lock()
+        self._graphs: dict[str, _Registered] = {}
+        self._heard: dict[int, float] = {}  # session -> when, monotonic seconds
+        self._clients: dict[tuple[str, str], WorkerClient] = {}
+        self._next_wire = 1
+        self._shutdown: Callable[[], None] = lambda: None
+        self._closed = False
+
+    # The masters' view: registration.
+
+    def status(self, request: pb.StatusRequest) -> pb.StatusReply:
+        if request.version != CONTROL_VERSION:
+            raise ProtocolMismatchError(f"{self.task} speaks control protocol {CONTROL_VERSION}, not {request.version}")
+        if request.task and request.task != self.task:
+            raise ConfigError(
+                f"this is {self.task}, not {request.task}; is the cluster description the same everywhere?"
+            )
+        if request.open_transports:
+            self.transports.open()
+        return pb.StatusReply(
+            version=CONTROL_VERSION,
+            task=self.task,
+            incarnation=self.incarnation,
+            transport=self.transports.policy,
+            addresses=self.transports.addresses,
+            unavailable=self.transports.unavailable,
+            host=self.transports.host,
+            memory=self.memory(),
+            settings=self._settings,
+        )
+
+    def resolve(self, request: pb.ResolveRequest) -> pb.ResolveReply:
+        self.transports.open()
+        return pb.ResolveReply(by_peer={peer.task: self.transports.candidates(peer) for peer in request.peers})
+
+    def register(self, request: pb.RegisterRequest) -> pb.RegisterReply:
+        """Compile a partition; its static edges' slots are offered to their producers."""
+        self._renew(request.session)
+        self._drop_dead_sessions()
+        part = Partition.of(self.task, load_graph(request.partition), request.fetches)
+        if set(part.feeds) != set(request.feeds):
+            raise GraphError(
+                f"graph {request.handle} reads {', '.join(part.feeds)} and is fed {', '.join(request.feeds)}"
+            )
+        executor = compile_partition(
+            part.graph,
+            list(part.fetches.values()),
+            edges=[*part.sends, *part.recvs],
+            resources=self.resources,
+            arena=self.arena,
+            threads=self._threads,
+            tracer=self.tracer,
+        )
+        graph = _Registered(
+            request.handle,
+            request.session,
+            executor,
+            part.sends,
+            part.recvs,
+            list(request.feeds),
+            peers={peer.task: peer for peer in request.peers},
+            transports={route.peer: route.transport for route in request.routes},
+        )
+        try:
+            offers = self._offer_slots(graph)
+            with self._guard:
+                if self._closed:
+                    raise StepAbortedError(f"{self.task} is shutting down")
+                if graph.handle in self._graphs:
+                    raise GraphError(f"graph {graph.handle} is registered already at {self.task}")
+                self._graphs[graph.handle] = graph
+        except BaseException as error:
+            self._drop_graph(graph, error)
+            raise
+        return pb.RegisterReply(offers=offers, plan_bytes=executor.resident_bytes)
+
+    def _offer_slots(self, graph: _Registered) -> dict[str, pb.Offer]:
+        offers: dict[str, pb.Offer] = {}
+        slots: dict[str, dict[int, np.ndarray]] = {}
+        destinations = graph.executor.recv_slots
+        for edge in graph.receives:
+            name = self._transport_to(graph, edge.src)
+            transport = self.transports.transport(name)
+            if not transport.supports_static:
+                continue
+            with self._guard:
+                wire = self._next_wire
+                self._next_wire += 1
+            graph.routes[edge.id] = SlotRoute(transport, wire, name)
+            offers.setdefault(edge.src, pb.Offer(transport=name)).wires[edge.id] = wire
+            slots.setdefault(edge.src, {})[wire] = destinations[edge.id]
+        for peer, offer in offers.items():
+            offer.content = self.transports.transport(offer.transport).offer(slots[peer])
+            graph.wires.setdefault(offer.transport, []).extend(slots[peer])
+        return offers
+
+    def bind(self, request: pb.BindRequest, deadline: Deadline) -> None:
+        """Connect a registered partition to its peers, who have all registered theirs."""
+        graph = self._graph(request.handle)
+        for edge in graph.sends:
+            name = self._transport_to(graph, edge.dst)
+            offer = request.offers.get(edge.dst) if edge.dst in request.offers else None
+            if offer is not None and edge.id in offer.wires:
+                channel = self.transports.channel(graph.peers[edge.dst], name, deadline)
+                graph.routes[edge.id] = PushRoute(channel, offer.wires[edge.id], name)
+            else:
+                graph.routes[edge.id] = ServeRoute(name)
+        for peer, offer in request.offers.items():
+            self.transports.channel(graph.peers[peer], offer.transport, deadline).prepare(offer.content)
+        for edge in graph.receives:
+            if edge.id not in graph.routes:
+                peer, name = graph.peers[edge.src], self._transport_to(graph, edge.src)
+                graph.routes[edge.id] = FetchRoute(
+                    self.transports.channel(peer, name, deadline), peer.incarnation, name
+                )
+        graph.watches = [self._watch(peer) for peer in graph.peers.values()]
+
+    # The masters' view: steps.
+
+    def run(
+        self, handle: str, step: int, generation: int, feeds: list[np.ndarray], deadline: Deadline
+    ) -> list[np.ndarray]:
+        """One step of a registered partition, on this thread. The fetches are the caller's own."""
+        graph = self._graph(handle)
+        if not graph.guard.acquire(blocking=False):
+            raise GraphError(f"graph {handle} already runs step {graph.running:#x} at {self.task}")
+        try:
+            for watch in graph.watches:
+                if watch.lost is not None:
+                    raise watch.lost
+            graph.running = step
+            rendezvous = self.rendezvous.begin(step, graph.routes, generation=generation, deadline=deadline)
+            try:
+                return graph.executor.run(step, rendezvous, dict(zip(graph.feeds, feeds, strict=True)), deadline)
+            except BaseException as error:
+                self.rendezvous.abort(step, error)
+                self.resources.cancel(step, error)
+                raise
+        finally:
+            graph.running = 0
+            graph.guard.release()
+
+    def abort(self, step: int, reason: BaseException, running: bool = False) -> None:
+        """Give a step up; ``running``: only if it runs here."""
+        if not running or any(graph.running == step for graph in list(self._graphs.values())):
+            self.rendezvous.abort(step, reason)
+            self.resources.cancel(step, reason)
+
+    def cleanup(self, steps: list[int]) -> None:
+        for step in steps:
+            self.rendezvous.cleanup(step)
+
+    def deregister(self, session: int, handles: list[str]) -> None:
+        """Drop partitions; all of the session if none is named. Steps that still run are aborted first."""
+        with self._guard:
+            gone = [
+                graph
+                for graph in self._graphs.values()
+                if graph.session == session and (not handles or graph.handle in handles)
+            ]
+            for graph in gone:
+                del self._graphs[graph.handle]
+            if not handles:
+                self._heard.pop(session, None)
+        for graph in gone:
+            self._drop_graph(graph, StepAbortedError(f"graph {graph.handle} was deregistered at {self.task}"))
+
+    def ping(self, request: pb.PingRequest) -> pb.PingReply:
+        if request.session:
+            self._renew(request.session)
+            self.cleanup(list(request.finished))
+            self._drop_dead_sessions()
+        return pb.PingReply(incarnation=self.incarnation, active_steps=len(self.rendezvous.running()))
+
+    # Variables, figures, and the end.
+
+    def variables(self, container: str) -> dict[str, int]:
+        """Initialised variables and their bytes."""
+        return {name: array.nbytes for name, array in self.resources.variables(container).items()}
+
+    def save(self, container: str, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Copies of variables, all taken at one moment between Apply ops; of all if no names are given."""
+        copies = self.resources.snapshot(container)
+        for name in names or sorted(copies):
+            if name not in copies:
+                raise GraphError(f"{self.task} has no variable {name!r} in container {container!r}")
+            yield name, copies.pop(name)
+
+    def restore(self, values: Mapping[str, np.ndarray], container: str) -> None:
+        """Set variables, made if they do not exist yet, all at one moment between Apply ops."""
+        self.resources.restore(values, container)
+
+    def memory(self) -> pb.Memory:
+        resident, peak = _resident_bytes()
+        return pb.Memory(
+            arena_bytes=self.arena.nbytes,
+            arena_used_bytes=self.arena.used_bytes,
+            arena_peak_bytes=self.arena.peak_bytes,
+            variable_bytes=sum(self.variables("").values()),
+            plan_bytes=sum(graph.executor.resident_bytes for graph in list(self._graphs.values())),
+            resident_bytes=resident,
+            peak_resident_bytes=peak,
+        )
+
+    def trace(self, request: pb.TraceRequest) -> pb.TraceReply:
+        spans, names = self.tracer.spans()
+        reply = pb.TraceReply(
+            spans=spans.tobytes(),
+            names=names,
+            dropped=self.tracer.dropped,
+            monotonic_ns=time.monotonic_ns(),
+            counters=self.transports.counters(),
+        )
+        if request.clear:
+            self.tracer.clear()
+        if request.enable != pb.TraceRequest.KEEP:
+            self.tracer.enabled = request.enable == pb.TraceRequest.ON
+        return reply
+
+    def on_shutdown(self, callback: Callable[[], None]) -> None:
+        """What a Shutdown call does; it must not block."""
+        self._shutdown = callback
+
+    def request_shutdown(self) -> None:
+        self._shutdown()
+
+    def close(self) -> None:
+        """Abort what runs, drop all graphs, close the transports. Idempotent."""
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            graphs = list(self._graphs.values())
+            self._graphs.clear()
+        reason = PeerLostError(f"{self.task} is shutting down")
+        self.rendezvous.close(reason)
+        self.resources.abort(reason)
+        for graph in graphs:
+            self._drop_graph(graph, reason)
+        self.health.close()
+        self.transports.close()
+        for client in self._clients.values():
+            client.close()
+
+    # Peers.
+
+    def _watch(self, peer: pb.Peer) -> Watch:
+        with self._guard:
+            key = (peer.task, peer.address)
+            client = self._clients.get(key)
+            if client is None:
+                client = self._clients[key] = WorkerClient(peer.task, peer.address, self._token, self._tls)
+        return self.health.watch(client, peer.incarnation, self._peer_lost)
+
+    def _peer_lost(self, task: str, error: PeerLostError) -> None:
+        _LOG.warning("%s: %s", self.task, error)
+        for graph in list(self._graphs.values()):
+            step = graph.running
+            if task in graph.peers and step:
+                self.rendezvous.abort(step, error)
+        self.transports.drop(task, error)
+
+    def _transport_to(self, graph: _Registered, peer: str) -> str:
+        if peer not in graph.transports or peer not in graph.peers:
+            raise GraphError(f"graph {graph.handle}: no route to {peer} came with the partition")
+        return graph.transports[peer]
+
+    def _graph(self, handle: str) -> _Registered:
+        graph = self._graphs.get(handle)
+        if graph is None:
+            raise UnknownGraphError(f"{self.task} knows no graph {handle}; it may have been restarted")
+        return graph
+
+    def _renew(self, session: int) -> None:
+        self._heard[session] = time.monotonic()
+
+    def _drop_dead_sessions(self) -> None:
+        now = time.monotonic()
+        for session, heard in list(self._heard.items()):
+            if now - heard > LEASE_S:
+                _LOG.warning(
+                    "%s: session %016x was not heard of for %.0f s; its graphs go", self.task, session, now - heard
+                )
+                self.deregister(session, [])
+
+    def _drop_graph(self, graph: _Registered, reason: BaseException) -> None:
+        if graph.running:
+            self.rendezvous.abort(graph.running, reason)
+        for watch in graph.watches:
+            self.health.unwatch(watch)
+        with graph.guard:  # the step that was aborted has left
+            # Peers must be unable to write to the slots before their memory can be given to somebody else.
+            for name, wires in graph.wires.items():
+                self.transports.transport(name).withdraw(wires, reason)
+            graph.executor.close()
+
+
+def _resident_bytes() -> tuple[int, int]:
+    """(now, peak) of this process, from /proc."""
+    values = {"VmRSS": 0, "VmHWM": 0}
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        for line in status:
+            key, _, value = line.partition(":")
+            if key in values:
+                values[key] = int(value.split()[0]) * 1024
+    return values["VmRSS"], values["VmHWM"]
