@@ -21,7 +21,7 @@ class Measure:
     min_time_ns: int = 500_000_000
     warmup_time_ns: int = 100_000_000
     min_iterations: int = 5
-    max_iterations: int = 100_000
+    max_iterations: int = 10_000
     traced_iterations: int = 20
     timeout_ns: int = 120_000_000_000
 

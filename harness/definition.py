@@ -223,13 +223,15 @@ class Experiment:
 
 
 def experiment_paths(folder: Path = EXPERIMENTS) -> dict[str, Path]:
-    """Name -> file; those in a subfolder are called ``folder/name``."""
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.toml"))}
+    """Name -> file; those in a subfolder are called ``folder/name``. Other data in TOML (printed figures, claims) has no
+    ``[[sweep]]`` and is not an experiment."""
+    paths = [path for path in sorted(folder.rglob("*.toml")) if "[[sweep]]" in path.read_text(errors="replace")]
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in paths}
 
 
 def load_experiment(name: str, profile: str = "full", folder: Path = EXPERIMENTS) -> Experiment:
     """The experiment called ``name`` (or a path to a file). DefinitionError lists the known ones and near matches."""
-    known = {key: path for key, path in experiment_paths(folder).items() if not key.endswith("claims")}
+    known = experiment_paths(folder)
     path = Path(name) if name.endswith(".toml") else known.get(name)
     if path is None or not path.exists():
         near = difflib.get_close_matches(name, known, 3)

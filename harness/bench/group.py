@@ -127,7 +127,7 @@ class Group:
                 connection, _ = listener.accept()
                 self._tune(connection)
                 hello = self._receive_from(connection, "a joining rank")
-                rank = hello.get("rank")
+                rank = int(hello.get("rank", -1))
                 if not hmac.compare_digest(str(hello.get("token", "")), token) or rank not in range(1, self.size):
                     connection.close()
                     continue

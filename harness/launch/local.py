@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from harness.launch.base import Launcher, RankSpec, pinned
 
 
@@ -15,4 +17,5 @@ class LocalLauncher(Launcher):
         return pinned(rank, rank.program())
 
     def host(self, rank: int) -> str:
-        return str(self.settings.get("bind", "127.0.0.1"))
+        # The guest names the address of its RDMA device: RDMA and TCP are measured between the same addresses.
+        return str(self.settings.get("bind") or os.environ.get("VERBFLOW_ADDRESS") or "127.0.0.1")

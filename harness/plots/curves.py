@@ -1,0 +1,80 @@
+"""Curves over tensor size: latency and bandwidth, one line a transport, with 95 % intervals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from harness import units
+from harness.plots import palette
+from harness.plots.ground import stamp_fidelity
+
+
+def latency_over_size(cells: pd.DataFrame, ax: Axes, *, by: str = "transport", mixed: bool = False) -> Axes:
+    """Median time of a fetch over tensor size, both axes logarithmic. ``cells`` as ``frames.cells`` gives them."""
+    for name, line in _lines(cells, by):
+        ax.plot(
+            line["nbytes"], line["median_ns"] / 1e3, marker="o", color=palette.colour(name), label=palette.label(name)
+        )
+        ax.fill_between(
+            line["nbytes"].astype(float),
+            (line["low_ns"] / 1e3).astype(float),
+            (line["high_ns"] / 1e3).astype(float),
+            color=palette.colour(name),
+            alpha=0.2,
+            linewidth=0,
+        )
+    ax.set_ylabel("time of one fetch, median (us)")
+    return _finish(cells, ax, mixed, "Latency over tensor size")
+
+
+def bandwidth_over_size(cells: pd.DataFrame, ax: Axes, *, by: str = "transport", mixed: bool = False) -> Axes:
+    """Payload bytes a second over tensor size, both axes logarithmic."""
+    for name, line in _lines(cells, by):
+        ax.plot(
+            line["nbytes"], line["bytes_per_s"] / 1e9, marker="o", color=palette.colour(name), label=palette.label(name)
+        )
+    ax.set_ylabel("payload rate, median (GB/s)")
+    return _finish(cells, ax, mixed, "Bandwidth over tensor size")
+
+
+def ratio_over_size(comparisons: pd.DataFrame, ax: Axes) -> Axes:
+    """How many times faster the contender is over tensor size, with 95 % intervals; 1 is the same.
+
+    Columns: nbytes, contender, low, high, ratio (contender's time over baseline's), fidelity.
+    """
+    for name, line in _lines(comparisons.rename(columns={"contender": "transport"}), "transport"):
+        speed = 1 / line["ratio"].astype(float)
+        error = np.abs(np.vstack([speed - 1 / line["high"], 1 / line["low"] - speed]).astype(float))
+        ax.errorbar(
+            line["nbytes"],
+            speed,
+            yerr=error,
+            marker="o",
+            capsize=3,
+            color=palette.colour(name),
+            label=palette.label(name),
+        )
+    ax.axhline(1, color="0.4", linewidth=1)
+    ax.set_ylabel("times faster than the baseline")
+    return _finish(comparisons, ax, True, "Speed-up over tensor size")
+
+
+def _lines(frame: pd.DataFrame, by: str) -> list[tuple[str, pd.DataFrame]]:
+    if "nbytes" not in frame or frame.empty:
+        raise ValueError("this picture needs rows with a tensor size (nbytes)")
+    return [(str(name), line.sort_values("nbytes")) for name, line in frame.groupby(by, sort=False)]
+
+
+def _finish(frame: pd.DataFrame, ax: Axes, mixed: bool, title: str) -> Axes:
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.format_bytes(value)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.tick_params(axis="x", labelrotation=30)
+    ax.set_xlabel("tensor size")
+    ax.set_title(title)
+    ax.legend()
+    return stamp_fidelity(frame, ax, mixed)
