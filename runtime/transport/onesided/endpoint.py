@@ -40,6 +40,7 @@ class Endpoint:
         self.link = link
         self.peer = peer
         self.counters = Counters()
+        self._drive = transport.progress.drive
         self._lock = threading.Lock()
         self._credits = link.depth
         self._owed = 0
@@ -51,7 +52,7 @@ class Endpoint:
         self._reason: BaseException | None = None  # why nothing goes through any more
         self._saying_bye = False
         self._closed = False
-        self._goodbye: Future[None] = Future(f"goodbye of {peer}", transport.progress.drive)
+        self._goodbye: Future[None] = Future(f"goodbye of {peer}", self._drive)
         self._handlers: dict[int, Callable[[memoryview], None]] = {
             messages.Kind.CREDIT: self._on_credit,
             messages.Kind.BYE: self._on_bye,
@@ -145,8 +146,9 @@ class Endpoint:
         self.transport.forget(self)
 
     @property
-    def alive(self) -> bool:
-        return self._reason is None and not self._closed
+    def reason(self) -> BaseException | None:
+        """Why nothing goes through any more; None while all is well."""
+        return self._reason
 
     # For subclasses; the lock is held
 
@@ -220,6 +222,7 @@ class Endpoint:
         handlers = self._handlers
         for op, tag, imm, payload, error in completions:
             if op is _MESSAGE:
+                assert payload is not None
                 self._owed += 1
                 self.counters.messages_in += 1
                 if len(payload) < messages.HEADER_BYTES:

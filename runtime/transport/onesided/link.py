@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,8 +35,7 @@ class Completion(NamedTuple):
     error: BaseException | None
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Memory that a peer may write to or read from: start address in its owner's space, key, length in bytes.
 
     ``addr`` is an opaque 64-bit number to the peer (shm: offset in the area), ``key`` has 32 bits."""
@@ -69,6 +67,7 @@ class Link(ABC):
     registers: bool  # local buffers of post_write and post_read must be registered (arena, ``RegistrationCache``)
     revokes: bool = True  # after ``close`` the peer cannot write to our memory even if it wants to
     prefers: str  # "read" or "write": which rendezvous protocol ``auto`` takes
+    maps: bool = False  # ``map`` works: both ends share memory
     control: int | None = None  # a descriptor that becomes readable when the peer may be gone: then ask ``lost()``
 
     @abstractmethod
@@ -98,9 +97,9 @@ class Link(ABC):
 
         CorruptMessageError as in ``post_write``."""
 
-    def map(self, remote: Region) -> np.ndarray | None:
-        """A read-only view (uint8) of the peer's memory, or None where the two ends share none. Raises as post_read."""
-        return None
+    def map(self, remote: Region) -> np.ndarray:
+        """A read-only view (uint8) of the peer's memory, where ``maps``; it may outlive the link. Raises as post_read."""
+        raise NotImplementedError(f"{type(self).__name__} shares no memory with its peer")
 
     @abstractmethod
     def allocate(self, nbytes: int) -> np.ndarray:

@@ -96,7 +96,7 @@ class Fetch(NamedTuple):
     key: str
 
 
-def return_credits(message: bytes, credits: int) -> bytearray:
+def return_credits(message: bytes | bytearray, credits: int) -> bytearray:
     """The message with ``credits`` in its header."""
     patched = bytearray(message)
     patched[2:4] = credits.to_bytes(2, "little")
@@ -155,7 +155,9 @@ def decode_fetch(message: memoryview) -> Fetch:
         text = str(message[spec_end:], "utf-8")
     except UnicodeDecodeError as error:
         raise CorruptMessageError("FETCH of a key that is not UTF-8") from error
-    return Fetch(request, _MODES[mode], Region(addr, key, nbytes) if nbytes else NO_REGION, limit, chunk, spec_bytes, text)
+    return Fetch(
+        request, _MODES[mode], Region(addr, key, nbytes) if nbytes else NO_REGION, limit, chunk, spec_bytes, text
+    )
 
 
 def encode_again(request: int, into: Region) -> bytes:

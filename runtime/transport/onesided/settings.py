@@ -30,7 +30,7 @@ class Settings:
     eager_threshold: int = 4096
     chunk_bytes: int = 0
     inflight: int = 256
-    depth: int = 256
+    depth: int = 64
     spin_us: int = 60
     metadata_cache: int = 4096
     message_reuse: bool = True

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,7 +31,8 @@ _OFFER = struct.Struct("<4sHQI")
 _ENTRY = struct.Struct("<QIQQIB")
 
 
-class Offered(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Offered:
     """One slot of an offer, as the sender sees it."""
 
     edge: int
@@ -146,7 +147,7 @@ class Slots:
     def withdraw(self, edges: list[int], reason: BaseException) -> dict[ServingEndpoint, list[int]]:
         """Forget edges; pending arrivals fail. The answer says which producers may be writing to which indices: those stay
         reserved until ``settled``."""
-        failed = []
+        failed: list[Future[None]] = []
         bound: dict[ServingEndpoint, list[int]] = {}
         with self._guard:
             for edge in edges:
@@ -172,7 +173,7 @@ class Slots:
     def owner_failed(self, owner: ServingEndpoint, reason: BaseException) -> list[Future[None]]:
         """The arrivals that will never come because their producer is gone."""
         with self._guard:
-            futures = []
+            futures: list[Future[None]] = []
             for slot in self._by_edge.values():
                 if slot.owner is owner:
                     futures += slot.waiting.values()

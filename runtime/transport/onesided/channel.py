@@ -1,0 +1,406 @@
+"""OneSidedChannel: the fetching end of a connection, and the sending end of static edges."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runtime import wire
+from runtime.deadline import Deadline
+from runtime.errors import ArenaFullError, CorruptMessageError, ShapeError
+from runtime.future import Future, failed
+from runtime.tensor import TensorSpec
+from runtime.trace import Phase
+from runtime.transport.base import Channel, Lease
+from runtime.transport.onesided import messages
+from runtime.transport.onesided.edges import OutgoingEdges
+from runtime.transport.onesided.endpoint import Endpoint
+from runtime.transport.onesided.link import Link, Region
+from runtime.transport.onesided.messages import NO_REGION, Kind, Mode
+from runtime.transport.onesided.protocol import choose, family, flat, flat_memory, spec_bytes
+from runtime.transport.onesided.registration import Registration
+from runtime.transport.pending import encode_key
+
+if TYPE_CHECKING:
+    from runtime.transport.onesided.transport import OneSidedTransport
+
+
+class _Fetch:
+    """A fetch under way. ``landing`` is the memory that the peer writes to or that a read fills, held until the
+    peer has answered, whatever became of the future."""
+
+    __slots__ = (
+        "deadline", "exposed", "flat", "future", "into", "key", "landing", "mode", "received", "registration", "request",
+        "spec_bytes", "started_ns",
+    )  # fmt: skip
+
+    def __init__(self, key: str, into: np.ndarray | None, mode: Mode, deadline: Deadline, future: Future[Any]) -> None:
+        self.key = key
+        self.into = into
+        self.mode = mode
+        self.deadline = deadline
+        self.future = future
+        self.request = -1
+        self.started_ns = 0
+        self.landing: np.ndarray | None = None
+        self.exposed = False  # the peer was told where to write
+        self.flat: memoryview | None = None
+        self.received = 0
+        self.registration: Registration | None = None
+        self.spec_bytes = b""
+
+
+class OneSidedChannel(Endpoint, Channel):
+    """The way to one listener. Any thread may call any method; ``abort`` and ``close`` are the endpoint's."""
+
+    def __init__(self, transport: OneSidedTransport, link: Link, peer: str) -> None:
+        super().__init__(transport, link, peer)
+        self._mode, self._eager_limit = choose(transport.settings, link)
+        self._inflight = transport.settings.inflight
+        self._whence = f"{peer} over {transport.name}"
+        self._tracer = transport.tracer
+        self._chunk = min(transport.settings.chunk_bytes, (1 << 32) - 1)
+        self._pending: dict[int, _Fetch] = {}
+        self._queued: deque[tuple[_Fetch, bytes]] = deque()  # beyond ``inflight``
+        self._leased: set[int] = set()
+        self._next_request = 0
+        self._metadata: OrderedDict[str, TensorSpec] = OrderedDict()
+        self._quarantine: list[_Fetch] = []
+        self._edges = OutgoingEdges(self)
+        self._handlers.update(
+            {
+                Kind.EAGER: self._on_eager,
+                Kind.METADATA: self._on_metadata,
+                Kind.OFFER: self._on_offer,
+                Kind.ERROR: self._on_error,
+                Kind.EDGE_CREDIT: self._edges.on_credit,
+                Kind.WITHDRAW: self._edges.on_withdraw,
+            }
+        )
+
+    # Channel
+
+    def fetch(self, key: str, into: np.ndarray | None = None, *, deadline: Deadline) -> Future[np.ndarray]:
+        return self._start(key, into, self._mode, self._eager_limit, deadline)
+
+    def borrow(self, key: str, *, deadline: Deadline) -> Future[Lease]:
+        if not self.link.maps:
+            return super().borrow(key, deadline=deadline)
+        return self._start(key, None, Mode.BORROW, self.transport.settings.eager_threshold, deadline)
+
+    def prepare(self, offer: bytes) -> None:
+        self._edges.prepare(offer)
+
+    def push(self, edge: int, generation: int, tensor: np.ndarray, *, deadline: Deadline) -> Future[None]:
+        return self._edges.push(edge, generation, tensor, deadline)
+
+    # Asking
+
+    def _start(self, key: str, into: np.ndarray | None, mode: Mode, limit: int, deadline: Deadline) -> Future[Any]:
+        key_bytes = encode_key(key)
+        future: Future[Any] = Future(f"fetch of {key} from {self._whence}", self._drive)
+        fetch = _Fetch(key, into, mode, deadline, future)
+        if into is not None:
+            flags = into.flags
+            if not (flags.c_contiguous and flags.writeable):
+                raise ShapeError(f"{future.what}: the destination must be C-contiguous and writable")
+            fetch.spec_bytes = spec_bytes(into)
+        tracer = self._tracer
+        fetch.started_ns = time.monotonic_ns() if tracer.enabled else 0
+        with self._lock:
+            if self._reason is not None:
+                return failed(self._reason)
+            self.counters.fetches += 1
+            region = NO_REGION
+            if mode is Mode.WRITE:
+                try:
+                    region = self._destination(fetch, limit)
+                except (ArenaFullError, OSError) as error:
+                    return failed(error)
+            if len(self._pending) < self._inflight:
+                self._ask(fetch, key_bytes, region, limit)
+            else:
+                self._queued.append((fetch, key_bytes))
+        if tracer.enabled:
+            tracer.record(Phase.REQUEST, key, 0, fetch.started_ns, time.monotonic_ns())
+        return future
+
+    def _ask(self, fetch: _Fetch, key_bytes: bytes, region: Region, limit: int) -> None:
+        pending = self._pending
+        request = self._next_request
+        while request in pending or request in self._leased:
+            request = request + 1 & messages.MAX_REQUEST
+        self._next_request = request + 1 & messages.MAX_REQUEST
+        fetch.request = request
+        fetch.exposed = region is not NO_REGION
+        pending[request] = fetch
+        self._send(messages.encode_fetch(request, fetch.mode, region, limit, self._chunk, fetch.spec_bytes, key_bytes))
+
+    def _destination(self, fetch: _Fetch, limit: int) -> Region:
+        """Where the peer shall write, if that is known and larger than what would come eagerly."""
+        if fetch.into is None:
+            spec = self._metadata.get(family(fetch.key))
+            if spec is None or spec.nbytes <= limit or not spec.nbytes:
+                return NO_REGION
+            fetch.landing = self._fresh(spec, fetch.key)
+            fetch.spec_bytes = spec_bytes(fetch.landing)
+        elif fetch.into.nbytes <= limit or not fetch.into.nbytes:
+            return NO_REGION
+        return self._expose(fetch)
+
+    def _expose(self, fetch: _Fetch) -> Region:
+        """The region of ``landing``, which is ``into`` where a peer can reach that, and staging memory where not."""
+        if fetch.landing is None:
+            assert fetch.into is not None
+            fetch.landing = fetch.into
+            try:
+                return self.link.region(fetch.landing)
+            except ValueError:
+                if self.transport.registrations is not None:
+                    fetch.registration = self.transport.registrations.acquire(fetch.landing)
+                else:
+                    fetch.landing = self.transport.arena.tensor(TensorSpec.of(fetch.into), f"staging of {fetch.key}")
+        return self.link.region(fetch.landing)
+
+    def _fresh(self, spec: TensorSpec, key: str) -> np.ndarray:
+        self.counters.allocations += 1
+        if spec.nbytes <= self.transport.settings.eager_threshold:
+            return np.empty(spec.shape, spec.dtype)  # the arena's bookkeeping would cost more than the copy
+        return self.transport.arena.tensor(spec, key)
+
+    # Answers; the lock is held
+
+    def _pending_fetch(self, request: int, what: str) -> _Fetch:
+        fetch = self._pending.get(request)
+        if fetch is None:
+            raise CorruptMessageError(f"{what} from {self.peer} for request {request}, which is not pending")
+        return fetch
+
+    def _target(self, fetch: _Fetch, spec: TensorSpec, data: bytes) -> np.ndarray | None:
+        """The array that ``spec`` goes to; None if the fetch failed because it has none."""
+        if fetch.into is None:
+            try:
+                return self._fresh(spec, fetch.key)
+            except ArenaFullError as error:
+                self._end(fetch, error)
+                return None
+        if fetch.spec_bytes != data:
+            wanted = TensorSpec.of(fetch.into)
+            self._end(fetch, ShapeError(f"{fetch.future.what}: the tensor is {spec}, the destination {wanted}"))
+            return None
+        return fetch.into
+
+    def _on_eager(self, message: memoryview) -> None:
+        request, offset, data, start = messages.decode_eager(message)
+        fetch = self._pending_fetch(request, "EAGER")
+        spec = messages.decode_spec(data)
+        if fetch.received != offset:
+            raise CorruptMessageError(f"EAGER from {self.peer} at {offset}, not at {fetch.received}")
+        if offset == 0 and not fetch.future.done():
+            array = self._target(fetch, spec, data)
+            if array is None and spec.nbytes > len(message) - start:
+                self._pending[request] = fetch  # the rest of it is on its way: take and drop it
+            fetch.landing = array
+            fetch.flat = flat_memory(array) if array is not None and spec.nbytes else None
+        size = len(message) - start
+        if fetch.flat is not None:
+            fetch.flat[offset : offset + size] = message[start:]
+        fetch.received = offset + size
+        if fetch.received < spec.nbytes:
+            return
+        self.counters.copies += 1 if size else 0
+        if fetch.landing is None or fetch.future.done():
+            self._drop(request)
+        else:
+            self._finish(fetch, fetch.landing, spec.nbytes)
+
+    def _on_metadata(self, message: memoryview) -> None:
+        request, spec = messages.decode_metadata(message)
+        fetch = self._pending_fetch(request, "METADATA")
+        if fetch.mode not in (Mode.WRITE, Mode.PAPER_WRITE):
+            raise CorruptMessageError(f"METADATA from {self.peer} for a fetch that does not ask for it")
+        self._conclude_exposure(fetch)
+        self._remember(fetch.key, spec)
+        self.counters.metadata_misses += 1
+        fetch.landing = None
+        try:
+            if fetch.into is None:
+                fetch.landing = self._fresh(spec, fetch.key)
+            elif TensorSpec.of(fetch.into) != spec:
+                raise ShapeError(
+                    f"{fetch.future.what}: the tensor is {spec}, the destination {TensorSpec.of(fetch.into)}"
+                )
+            region = self._expose(fetch) if spec.nbytes else NO_REGION
+        except (ShapeError, ArenaFullError, OSError) as error:
+            self._send(messages.pack_header(Kind.RELEASE, 0, 0, request))
+            self._end(fetch, error)
+            return
+        fetch.exposed = True
+        self._send(messages.encode_again(request, region))
+
+    def _on_offer(self, message: memoryview) -> None:
+        request, source, offset, spec = messages.decode_offer(message)
+        fetch = self._pending_fetch(request, "OFFER")
+        if fetch.mode is Mode.BORROW:
+            self._lend(fetch, source, spec)
+            return
+        if fetch.mode not in (Mode.READ, Mode.PAPER_READ):
+            raise CorruptMessageError(f"OFFER from {self.peer} for a fetch that does not ask for it")
+        if fetch.received != offset:
+            raise CorruptMessageError(f"OFFER from {self.peer} at {offset}, not at {fetch.received}")
+        fetch.received += source.nbytes
+        last = fetch.received == spec.nbytes
+        if fetch.landing is None and request in self._pending and not fetch.future.done():
+            fetch.landing = self._target(fetch, spec, messages.encode_spec(spec))
+            if fetch.landing is None and not last:
+                self._pending[request] = fetch  # more offers are on their way
+            elif fetch.landing is not None:
+                self._acquire(fetch)
+        if fetch.landing is None:
+            if last:
+                self._send(messages.pack_header(Kind.RELEASE, 0, 0, request))
+                self._drop(request)
+            return
+        memory = flat(fetch.landing)
+        if source.nbytes != len(memory):
+            memory = memory[offset : offset + source.nbytes]
+        self._read(memory, source, partial(self._read_done, fetch, spec.nbytes if last else 0))
+
+    def _read_done(self, fetch: _Fetch, nbytes: int, error: BaseException | None) -> None:
+        if error is None and nbytes:
+            self._send(messages.pack_header(Kind.RELEASE, 0, 0, fetch.request))
+            assert fetch.landing is not None
+            self._finish(fetch, fetch.landing, nbytes)
+
+    def _acquire(self, fetch: _Fetch) -> None:
+        """Make ``landing`` usable as the local side of a read."""
+        registrations = self.transport.registrations
+        if registrations is not None and fetch.landing is not None:
+            try:
+                self.link.region(fetch.landing)
+            except ValueError:
+                fetch.registration = registrations.acquire(fetch.landing)
+
+    def _lend(self, fetch: _Fetch, source: Region, spec: TensorSpec) -> None:
+        if source.nbytes != spec.nbytes:
+            raise CorruptMessageError(f"OFFER from {self.peer} of {source.nbytes} bytes to borrow {spec}")
+        view = self.link.map(source)
+        if fetch.future.done():  # too late
+            self._send(messages.pack_header(Kind.RELEASE, 0, 0, fetch.request))
+            self._drop(fetch.request)
+            return
+        self._leased.add(fetch.request)
+        lease = Lease(view.view(spec.dtype).reshape(spec.shape), partial(self._give_back, fetch.request))
+        self._finish(fetch, lease, spec.nbytes)
+
+    def _give_back(self, request: int) -> None:
+        with self._lock:
+            if request in self._leased:
+                self._leased.discard(request)
+                if self._reason is None:
+                    self._send(messages.pack_header(Kind.RELEASE, 0, 0, request))
+
+    def _on_error(self, message: memoryview) -> None:
+        request, text = messages.decode_error(message)
+        fetch = self._pending_fetch(request, "ERROR")
+        self._end(fetch, wire.error_from_text(text, self.peer))
+
+    def _immediate(self, imm: int) -> None:
+        fetch = self._pending_fetch(imm, "a write")
+        if not fetch.exposed:
+            raise CorruptMessageError(f"{self.peer} wrote for request {imm} without having been told where")
+        assert fetch.landing is not None
+        array = fetch.landing
+        if fetch.into is not None and array is not fetch.into:
+            np.copyto(fetch.into, array)
+            self.counters.copies += 1
+            array = fetch.into
+        if fetch.mode is Mode.PAPER_WRITE:
+            self._send(messages.pack_header(Kind.RELEASE, 0, 0, fetch.request))
+        self._finish(fetch, array, array.nbytes)
+
+    def _finish(self, fetch: _Fetch, result: Any, nbytes: int) -> None:
+        """The tensor is there."""
+        self.counters.bytes_in += nbytes
+        if fetch.mode is Mode.WRITE and fetch.into is None:
+            self._remember(fetch.key, TensorSpec.of(result))
+        if fetch.mode is Mode.BORROW and not isinstance(result, Lease):
+            result = Lease(result)
+        self._after.append((fetch.future.set_result, result))
+        tracer = self._tracer
+        if tracer.enabled:
+            tracer.record(Phase.WIRE, fetch.key, 0, fetch.started_ns, time.monotonic_ns(), nbytes)
+        self._over(fetch)
+
+    def _end(self, fetch: _Fetch, error: BaseException) -> None:
+        """The fetch fails, and the peer has no more to do with it."""
+        self._after.append((fetch.future.set_exception, error))
+        self._over(fetch)
+
+    def _over(self, fetch: _Fetch) -> None:
+        del self._pending[fetch.request]
+        if fetch.registration is not None:
+            self._conclude_exposure(fetch)
+        if self._queued:
+            self._next_queued()
+
+    def _drop(self, request: int) -> None:
+        """The peer has answered a fetch that had failed before."""
+        if self._pending.pop(request, None) is not None:
+            self._next_queued()
+
+    def _conclude_exposure(self, fetch: _Fetch) -> None:
+        fetch.exposed = False
+        registration, fetch.registration = fetch.registration, None
+        if registration is not None:
+            assert self.transport.registrations is not None
+            self.transport.registrations.release(registration)
+
+    def _next_queued(self) -> None:
+        while self._queued and len(self._pending) < self._inflight:
+            fetch, key_bytes = self._queued.popleft()
+            if fetch.future.done():
+                self._conclude_exposure(fetch)
+                continue
+            limit = self.transport.settings.eager_threshold if fetch.mode is Mode.BORROW else self._eager_limit
+            region = self.link.region(fetch.landing) if fetch.landing is not None else NO_REGION
+            self._ask(fetch, key_bytes, region, limit)
+
+    def _remember(self, key: str, spec: TensorSpec) -> None:
+        metadata = self._metadata
+        metadata[family(key)] = spec
+        if len(metadata) > self.transport.settings.metadata_cache:
+            metadata.popitem(last=False)
+
+    # The end
+
+    def expire(self, now_ns: int) -> None:
+        if not self._pending and not self._queued and not self._edges.waiting:
+            return
+        with self._lock:
+            fetches = [*self._pending.values(), *(fetch for fetch, _ in self._queued)]
+            late = [f for f in fetches if f.deadline.at_ns <= now_ns and not f.future.done()]
+            self._edges.expire(now_ns)
+            after = self._take_after()
+        for fetch in late:
+            # It stays in the table: the peer may still write to its memory, and will answer.
+            fetch.future.set_exception(fetch.deadline.error(fetch.future.what))
+        for action, argument in after:
+            action(argument)
+
+    def _dropped(self, reason: BaseException) -> None:
+        self._quarantine = [*self._pending.values(), *(fetch for fetch, _ in self._queued)]
+        self._pending.clear()
+        self._queued.clear()
+        self._leased.clear()
+        self._after += [(fetch.future.set_exception, reason) for fetch in self._quarantine]
+        self._edges.drop(reason)
+
+    def _quarantine_over(self) -> None:
+        for fetch in self._quarantine:
+            self._conclude_exposure(fetch)
+        self._quarantine.clear()
