@@ -181,6 +181,12 @@ class _Extremum(_Binary):
     comparison: ClassVar[str]
 
     @classmethod
+    def compile(
+        cls, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        return partial(cls.function, inputs[0], inputs[1], out=outputs[0])  # numpy deprecates a positional one here
+
+    @classmethod
     def gradient(cls, graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:  # type: ignore[override]
         """All of it flows to the first input where the two are equal, as in TensorFlow."""
         a, b = node.inputs
