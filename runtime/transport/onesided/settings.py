@@ -24,6 +24,7 @@ class Settings:
     metadata_cache   keys whose shape a channel remembers, for ``write`` without a given destination
     message_reuse, tensor_reuse, pool   the paper's three optimisations; only ``paper_*`` look at them
     registration_bytes, registration_entries   bounds of the cache of registered foreign buffers
+    fabric, fabric_rate   file of an emulated network that all tasks share, and its ports' bytes a second (``fabric.py``)
     """
 
     protocol: str = "auto"
@@ -38,6 +39,8 @@ class Settings:
     pool: bool = True
     registration_bytes: int = 256 << 20
     registration_entries: int = 256
+    fabric: str = ""
+    fabric_rate: float = 0.0
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:

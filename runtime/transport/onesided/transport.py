@@ -18,6 +18,7 @@ from runtime.trace import Tracer
 from runtime.transport.base import Channel, Counters, Options, TensorSource, Transport
 from runtime.transport.onesided.channel import OneSidedChannel
 from runtime.transport.onesided.endpoint import Endpoint
+from runtime.transport.onesided.fabric import Fabric, FabricLink
 from runtime.transport.onesided.link import Link, Region
 from runtime.transport.onesided.progress import Progress
 from runtime.transport.onesided.registration import RegistrationCache
@@ -42,6 +43,7 @@ class OneSidedTransport(Transport):
     def __init__(self, options: Options, arena: Arena, tracer: Tracer | None = None) -> None:
         super().__init__(options, arena, tracer)
         self.settings = options.settings(self.name, self.settings_class)
+        self._fabric = Fabric(self.settings.fabric, self.settings.fabric_rate) if self.settings.fabric else None
         self.progress = Progress(self.name, self.settings.spin_us)
         self.registrations: RegistrationCache | None = None
         self.slots = Slots()
@@ -78,6 +80,7 @@ class OneSidedTransport(Transport):
     def accepted(self, link: Link, peer: str) -> None:
         """A peer has connected: serve it."""
         assert self._source is not None
+        link = self._on_fabric(link)
         endpoint = ServingEndpoint(self, link, peer, self._source)
         if not self._enter(endpoint):
             link.close()
@@ -91,7 +94,7 @@ class OneSidedTransport(Transport):
         return self._listen()
 
     def connect(self, address: bytes, *, peer: str, deadline: Deadline) -> Channel:
-        channel = OneSidedChannel(self, self._dial(address, peer, deadline), peer)
+        channel = OneSidedChannel(self, self._on_fabric(self._dial(address, peer, deadline)), peer)
         if not self._enter(channel):
             channel.link.close()
             raise TransportError("this transport is closed")
@@ -152,6 +155,8 @@ class OneSidedTransport(Transport):
         if self.registrations is not None:
             self.registrations.close()
         self._release_resources()
+        if self._fabric is not None:
+            self._fabric.close()
 
     # For endpoints
 
@@ -161,6 +166,9 @@ class OneSidedTransport(Transport):
             if endpoint in self._endpoints:
                 self._endpoints.discard(endpoint)
                 self._past.add(endpoint.counters)
+
+    def _on_fabric(self, link: Link) -> Link:
+        return link if self._fabric is None else FabricLink(link, self._fabric, self.options.task)
 
     def _enter(self, endpoint: Endpoint) -> bool:
         with self._guard:
