@@ -27,7 +27,7 @@ from runtime.deadline import Deadline
 from runtime.errors import ConfigError, VerbflowError
 from runtime.memory.arena import Arena
 from runtime.trace import Tracer
-from runtime.transport.base import Counters, Options, Transport
+from runtime.transport.base import Options, Transport
 from runtime.transport.registry import known, open_transport, transport_class
 
 _CLASSES = {
@@ -139,13 +139,18 @@ class Benchmark(ABC):
         """How many ``operation`` are in one iteration."""
         return 1
 
-    def transport_totals(self, ctx: RankContext, state: Any) -> Counters | None:
-        """What the transport says it did, all ranks' iterations so far; None where there is none to ask."""
+    def transport_totals(self, ctx: RankContext, state: Any) -> dict[str, int] | None:
+        """What this rank's transport says it did so far, by name; None where there is none to ask."""
         return None
 
-    def expected_bytes_in(self, ctx: RankContext, p: Any, moved: int) -> int | None:
-        """How many payload bytes this rank's transport must have received while ``moved`` bytes were timed."""
-        return None
+    def tracer(self, ctx: RankContext, state: Any) -> Tracer:
+        """Where this rank's spans are recorded."""
+        return ctx.tracer
+
+    def suspicion(self, ctx: RankContext, p: Any, before: dict[str, int], after: dict[str, int], moved: int) -> str:
+        """Proof of path: a sentence if the transport's counters do not agree with the ``moved`` payload bytes that this rank
+        timed, else empty."""
+        return ""
 
     def fidelity(self, p: Any) -> str:
         """On what it is measured, as far as the transport can tell."""
@@ -193,25 +198,24 @@ def measure_rank(bench: Benchmark, p: Any, ctx: RankContext) -> RankRecord:
         iterations, traced = _agree(bench, p, ctx, state)
         record.iterations = iterations
         timed = bench.timed(ctx, p)
-        before, totals_before = counters.snapshot(), _totals(bench, ctx, state)
+        before, totals_before = counters.snapshot(), bench.transport_totals(ctx, state)
         ctx.group.barrier()
         samples = _time(bench, p, ctx, state, iterations if timed else 0, traced=False)
         ctx.group.barrier()
-        totals_after, after = _totals(bench, ctx, state), counters.snapshot()
+        totals_after, after = bench.transport_totals(ctx, state), counters.snapshot()
         record.counters = counters.differences(before, after) + _transport_counters(totals_before, totals_after)
         if timed and totals_before is not None and totals_after is not None:
-            expected = bench.expected_bytes_in(ctx, p, int(samples["nbytes"].sum()))
-            received = totals_after["bytes_in"] - totals_before["bytes_in"]
-            if expected is not None and received != expected:
-                record.suspect = f"the transport counted {received} bytes received where {expected} were timed"
-        ctx.tracer.clear()
-        ctx.tracer.enabled = traced > 0
+            moved = int(samples["nbytes"].sum())
+            record.suspect = bench.suspicion(ctx, p, totals_before, totals_after, moved)
+        tracer = bench.tracer(ctx, state)
+        tracer.clear()
+        tracer.enabled = traced > 0
         ctx.group.barrier()
         more = _time(bench, p, ctx, state, traced if timed else 0, traced=True)
         ctx.group.barrier()
-        ctx.tracer.enabled = False
+        tracer.enabled = False
         record.samples = np.concatenate([samples, more])
-        record.spans, record.span_names = ctx.tracer.spans()
+        record.spans, record.span_names = tracer.spans()
         ctx.group.barrier()
     except BaseException as error:
         ctx.group.abort(f"{type(error).__name__}: {error}")
@@ -270,17 +274,12 @@ def _time(bench: Benchmark, p: Any, ctx: RankContext, state: Any, count: int, tr
     return samples
 
 
-def _totals(bench: Benchmark, ctx: RankContext, state: Any) -> dict[str, int] | None:
-    totals = bench.transport_totals(ctx, state)
-    return None if totals is None else totals.as_dict()
-
-
 def _transport_counters(before: dict[str, int] | None, after: dict[str, int] | None) -> list[Counter]:
     if before is None or after is None:
         return []
     return [
-        Counter(f"transport.{name}", before[name], after[name], "bytes" if name.startswith("bytes") else "count")
-        for name in after
+        Counter(f"transport.{name}", before.get(name, 0), value, "bytes" if "bytes" in name else "count")
+        for name, value in after.items()
     ]
 
 

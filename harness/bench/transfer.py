@@ -23,7 +23,7 @@ from harness.bench.base import (
 )
 from runtime.errors import ConfigError
 from runtime.tensor import TensorSpec
-from runtime.transport.base import Channel, Counters, Lease, Reply, Transport
+from runtime.transport.base import Channel, Lease, Reply, Transport
 
 ONE_PROCESS = ("inproc", "null")
 _GUARD = 64
@@ -136,8 +136,16 @@ class Transfer(Benchmark):
             state.channel.close()
         close_transport(state.transport)
 
-    def transport_totals(self, ctx: RankContext, state: TransferState) -> Counters:
-        return state.transport.totals()
+    def transport_totals(self, ctx: RankContext, state: TransferState) -> dict[str, int]:
+        return state.transport.totals().as_dict()
 
-    def expected_bytes_in(self, ctx: RankContext, p: TransferParams, moved: int) -> int | None:
-        return moved if p.transport != "null" else None
+    def suspicion(
+        self, ctx: RankContext, p: TransferParams, before: dict[str, int], after: dict[str, int], moved: int
+    ) -> str:
+        return received_exactly(before, after, moved)
+
+
+def received_exactly(before: dict[str, int], after: dict[str, int], moved: int) -> str:
+    """A sentence unless the transport received just the bytes that were timed."""
+    received = after["bytes_in"] - before["bytes_in"]
+    return "" if received == moved else f"the transport counted {received} bytes received where {moved} were timed"

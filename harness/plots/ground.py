@@ -14,14 +14,5 @@ def stamp_fidelity(frame: pd.DataFrame, ax: Axes, mixed: bool = False) -> Axes:
     text = f"measured on: {', '.join(found) or 'unknown'}"
     if len(found) > 1:
         text = f"MIXED GROUNDS, {text}"
-    ax.annotate(
-        text,
-        (1.0, -0.01),
-        xycoords="figure fraction",
-        ha="right",
-        va="top",
-        fontsize=8,
-        color="0.35",
-        annotation_clip=False,
-    )
+    ax.set_title(text, loc="right", fontsize=8, fontweight="normal", color="0.35")
     return ax
