@@ -70,6 +70,7 @@ class Master:
         self._graphs = itertools.count(1)
         self._guard = threading.Lock()
         self._watches: dict[str, Watch] = {}
+        self._others: list[Watch] = []
         self._finished: dict[str, list[int]] = {name: [] for name in tasks}
         self._running: dict[int, _Outcome] = {}
         self._resolved: dict[tuple[str, int, str, int], tuple[str, str]] = {}
@@ -331,6 +332,29 @@ class Master:
                 outcome.fail(self._tasks[name], error)
         self._tasks[name].lose(error)
 
+    def watch_others(self, names: Sequence[str], fatal: bool, deadline: Deadline) -> None:
+        """See ``Session.watch``."""
+        status = self._status(names, deadline)
+
+        def lost(name: str, error: PeerLostError) -> None:
+            _LOG.warning("%s", error)
+            if fatal:
+                with self._guard:
+                    running = list(self._running.values())
+                for outcome in running:
+                    outcome.fail(None, error)
+
+        for name in names:
+            task = self._tasks[name]
+            if isinstance(task, RemoteTask):
+                watch = self._health.watch(task.client, status[name].incarnation, lost)
+                with self._guard:
+                    self._others.append(watch)
+
+    @property
+    def routes(self) -> dict[tuple[str, str], tuple[str, str]]:
+        return {(first, second): route for (first, _, second, _), route in self._resolved.items()}
+
     def _take_finished(self, name: str) -> list[int]:
         with self._guard:
             finished, self._finished[name] = self._finished[name], []
@@ -357,9 +381,13 @@ class Master:
         """Drop everything of this session at the tasks that can be reached, and the connections. Idempotent."""
         with self._guard:
             watches, self._watches = list(self._watches.values()), {}
+            others, self._others = self._others, []
             used = {watch.task for watch in watches if watch.lost is None}
-        for watch in watches:
+            running = list(self._running.values())
+        for watch in (*watches, *others):
             self._health.unwatch(watch)
+        for outcome in running:
+            outcome.fail(None, StepAbortedError("the session was closed"))
         request = pb.DeregisterRequest(session=self.session)
         deadline = Deadline.after(_GRACE_S)
         gone = [
@@ -388,7 +416,8 @@ class _Outcome:
             assert isinstance(error, VerbflowError)
             self.fail(task, error)
 
-    def fail(self, task: Task, error: VerbflowError) -> None:
+    def fail(self, task: Task | None, error: VerbflowError) -> None:
+        """``task`` failed with ``error``; None: the step must be given up for a reason from outside."""
         with self._guard:
             first = self.error is None
             # An abort only says that somebody else failed; what explains it may come a moment later.

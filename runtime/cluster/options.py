@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_ADDRESS, EXIT_LOST = 0, 1, 2, 3, 4, 5
 _BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _GRACE_S = 5.0
+_GRPC = ("auto", "grpc", "grpc_proto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,15 +69,22 @@ def end_with_stdin() -> None:
 
 def open_server(arguments: argparse.Namespace, token: str) -> Server:
     """The Server that the command line describes."""
+    try:
+        params = json.loads(arguments.params)
+    except ValueError as error:
+        params = error
+    if arguments.transport in _GRPC and not _keeps_allocator(params, arguments.transport):
+        # Threads take an arena each when they are made, and the control plane makes some.
+        from runtime.transport.grpc.allocator import tune
+
+        tune()
     from runtime.cluster.rpc import Tls
     from runtime.cluster.server import Server
     from runtime.cluster.spec import ClusterSpec
     from runtime.errors import ConfigError
 
-    try:
-        params = json.loads(arguments.params)
-    except ValueError as error:
-        raise ConfigError(f"--params is not JSON: {error}") from None
+    if isinstance(params, ValueError):
+        raise ConfigError(f"--params is not JSON: {params}")
     return Server(
         ClusterSpec.load(arguments.cluster),
         arguments.job,
@@ -89,6 +97,12 @@ def open_server(arguments: argparse.Namespace, token: str) -> Server:
         params=params,
         tls=Tls(*arguments.tls) if arguments.tls else None,
     )
+
+
+def _keeps_allocator(params: object, transport: str) -> bool:
+    name = "grpc" if transport == "auto" else transport
+    own = params.get(name) if isinstance(params, dict) else None
+    return isinstance(own, dict) and own.get("allocator") == "default"
 
 
 def exit_code(error: BaseException) -> int:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# Connections that end are ours to report, with the peer's name; gRPC's own lines would go to stderr beside them. It reads
+# this when it is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import grpc
 

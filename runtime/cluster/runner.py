@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -13,8 +11,7 @@ import numpy as np
 from runtime.cluster.master import Master, Registration
 from runtime.deadline import Deadline
 from runtime.errors import ConfigError, GraphError
-from runtime.execution.compile import compile_partition
-from runtime.execution.executor import Executor
+from runtime.execution.local import LocalEngine
 from runtime.execution.resources import Resources
 from runtime.graph.graph import Graph, Node, Output
 from runtime.graph.optimize import optimise
@@ -22,13 +19,12 @@ from runtime.graph.partition import Partition, partition
 from runtime.graph.placement import place
 
 Step = Callable[[list[np.ndarray], Deadline], list[np.ndarray]]
-LOCAL = "/job:local/task:0"
 
 
 class Runner(Protocol):
-    """``resources``: the variables, where they are in this process."""
-
-    resources: Resources
+    @property
+    def resources(self) -> Resources:
+        """The variables, if they are in this process; ConfigError otherwise."""
 
     def prepare(self, outputs: Sequence[Output], targets: Sequence[Node], feeds: Sequence[Node]) -> Step:
         """A function that takes the feeds' arrays and gives the outputs'. Any thread; one step at a time."""
@@ -40,38 +36,28 @@ class LocalRunner:
     """Everything in this process, as one task, whatever devices nodes name."""
 
     def __init__(self, graph: Graph, threads: int | None) -> None:
-        self.resources = Resources()
-        self._graph = graph
-        self._threads = threads or os.cpu_count() or 1
-        self._steps = itertools.count(1)
-        self._executors: list[Executor] = []
+        self._engine = LocalEngine(graph, threads=threads)
+
+    @property
+    def resources(self) -> Resources:
+        return self._engine.resources
 
     def prepare(self, outputs: Sequence[Output], targets: Sequence[Node], feeds: Sequence[Node]) -> Step:
-        rewrite = optimise(self._graph, outputs, targets, feeds)
-        outputs, targets = [rewrite.outputs[value] for value in outputs], [rewrite.nodes[node] for node in targets]
-        parts = partition(rewrite.graph, dict.fromkeys(rewrite.graph.nodes, LOCAL), outputs, targets)
-        part = parts.get(LOCAL) or Partition(LOCAL)
-        check_fed(parts, feeds)
-        executor = compile_partition(
-            part.graph,
-            [part.fetches[value.name] for value in outputs],
-            resources=self.resources,
-            threads=self._threads,
-        )
-        self._executors.append(executor)
-        names = [node.name for node in feeds]
-        guard, steps = threading.Lock(), self._steps
+        engine = self._engine
+        fetches: list[Output | Node] = [*outputs, *targets]
+        fed = [node.out for node in feeds]
+        count = len(outputs)
+        engine.executor(fetches)  # compiled now, so that what cannot be run is refused before a step
 
         def step(values: list[np.ndarray], deadline: Deadline) -> list[np.ndarray]:
-            with guard:
-                return executor.run(next(steps), None, dict(zip(names, values)), deadline)
+            results = engine.run(fetches, dict(zip(fed, values)), deadline)
+            return results[:count]  # type: ignore[return-value]  # outputs come first and are never None
 
         return step
 
     def close(self) -> None:
-        """Free the executors' memory."""
-        for executor in self._executors:
-            executor.close()
+        """Free the compiled plans' memory."""
+        self._engine.close()
 
 
 class ClusterRunner:
@@ -111,10 +97,7 @@ class ClusterRunner:
 
 
 def check_fed(parts: dict[str, Partition], feeds: Sequence[Node]) -> None:
-    """GraphError unless exactly the placeholders are fed that the step reads."""
-    read = {name for part in parts.values() for name in part.feeds}
-    given = {node.name for node in feeds}
-    if read - given:
-        raise GraphError(f"placeholders must be fed and were not: {', '.join(sorted(read - given))}")
-    if given - read:
-        raise GraphError(f"fed, but not read by what is fetched: {', '.join(sorted(given - read))}")
+    """GraphError unless all placeholders are fed that the step reads."""
+    missing = {name for part in parts.values() for name in part.feeds} - {node.name for node in feeds}
+    if missing:
+        raise GraphError(f"placeholders must be fed and were not: {', '.join(sorted(missing))}")

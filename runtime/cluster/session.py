@@ -81,15 +81,15 @@ class Session:
     def run(
         self,
         fetches: Any,
-        feeds: Mapping[Output | Node | str, Any] | None = None,
+        feeds: Mapping[Any, Any] | None = None,
         *,
         timeout_s: float | None = None,
     ) -> Any:
         """Run what ``fetches`` need, once.
 
         ``fetches`` is an output, a node, a name of either, or a list, tuple or dict of them; the values come in the same form:
-        an array for an output (the caller's own), None for a node without outputs. ``feeds`` gives every placeholder that
-        is needed its value.
+        an array for an output (the caller's own), None for a node without outputs. ``feeds`` gives every placeholder (output,
+        node or name) that is needed its value.
 
         GraphError or ShapeError before anything runs if they do not fit the graph. During the step the first error of any
         task is raised: PeerLostError names a lost task, DeadlineError the tensor and the peer that did not answer.
@@ -135,7 +135,7 @@ class Session:
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Copies of variables of one task, all taken at one moment between updates."""
         if self._master is None:
-            copies = self._runner.resources.snapshot(container)
+            copies = self._runner.resources.snapshot(container, names)
             return iter([(name, copies[name]) for name in names])
         return self._master.task(task).save(container, list(names), deadline)
 
@@ -158,6 +158,16 @@ class Session:
     def incarnations(self, tasks: Iterable[str], deadline: Deadline) -> dict[str, int]:
         """The tasks' incarnations, waiting for those that are not up yet."""
         return {task: self.status(task, deadline).incarnation for task in tasks} if self._master is not None else {}
+
+    def watch(self, tasks: Sequence[str], *, fatal: bool, deadline: Deadline) -> None:
+        """Watch tasks that this session's steps do not run on. The loss of one is logged and, if ``fatal``, fails the steps that
+        run: for steps that wait for another worker without exchanging anything with it."""
+        if self._master is not None and tasks:
+            self._master.watch_others(tasks, fatal, deadline)
+
+    def routes(self) -> dict[tuple[str, str], tuple[str, str]]:
+        """Pairs of tasks -> the transport between them, and why that one."""
+        return self._master.routes if self._master is not None else {}
 
     def status(self, task: str, deadline: Deadline) -> pb.StatusReply:
         """A task's GetStatus: incarnation, transports, memory."""

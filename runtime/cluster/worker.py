@@ -280,7 +280,7 @@ class Worker:
 
     def save(self, container: str, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Copies of variables, all taken at one moment between Apply ops; of all if no names are given."""
-        copies = self.resources.snapshot(container)
+        copies = self.resources.snapshot(container, names or None)
         for name in names or sorted(copies):
             if name not in copies:
                 raise GraphError(f"{self.task} has no variable {name!r} in container {container!r}")

@@ -7,7 +7,7 @@ it; later ones find it as it is, and a restored checkpoint overwrites it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -143,10 +143,15 @@ class Resources:
             records = list(self._container(container).variables.items())
         return {name: record.memory for name, record in records if record.memory is not None}
 
-    def snapshot(self, container: str = "") -> dict[str, np.ndarray]:
-        """Copies of all variables, taken while no update is half done. Updates wait meanwhile, reads do not."""
+    def snapshot(self, container: str = "", names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """Copies of all variables (of those in ``names`` that exist), taken while no update is half done. Updates wait
+        meanwhile, reads do not."""
         with self._closed(container):
-            return {name: memory.copy() for name, memory in self.variables(container).items()}
+            return {
+                name: memory.copy()
+                for name, memory in self.variables(container).items()
+                if names is None or name in names
+            }
 
     def set_variable(self, name: str, value: np.ndarray, container: str = "") -> None:
         """Set one variable; see ``restore``."""

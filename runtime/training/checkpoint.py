@@ -107,13 +107,10 @@ class Checkpoint:
                 raise CheckpointError(f"checkpoint {self.path} has format {metadata['format']!r}, not {_FORMAT!r}")
             self.step = int(metadata["step"])
             self._sums = {name: int(value, 16) for name, value in json.loads(metadata["crc32"]).items()}
-            self._entries = {
-                name: (
-                    TensorSpec(tuple(entry["shape"]), _DTYPES_BACK[entry["dtype"]]),
-                    *map(int, entry["data_offsets"]),
-                )
-                for name, entry in header.items()
-            }
+            self._entries: dict[str, tuple[TensorSpec, int, int]] = {}
+            for name, entry in header.items():
+                first, last = map(int, entry["data_offsets"])
+                self._entries[name] = (TensorSpec(tuple(entry["shape"]), _DTYPES_BACK[entry["dtype"]]), first, last)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"checkpoint {self.path} is damaged or of another program: {error!r}") from None
         self._start = 8 + length
@@ -134,7 +131,7 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint {self.path} has no variable {name!r}")
         spec, start, _ = self._entries[name]
         array = np.empty(spec.shape, spec.dtype)
-        view = memoryview(byte_view(array)) if spec.nbytes else memoryview(bytearray())
+        view = byte_view(array).data if spec.nbytes else memoryview(bytearray())
         self._file.seek(self._start + start)
         if self._file.readinto(view) != spec.nbytes or zlib.crc32(view) != self._sums[name]:  # type: ignore[attr-defined]
             raise CheckpointError(f"checkpoint {self.path} is damaged: variable {name} has another checksum")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -35,16 +38,26 @@ def digits(test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     """1797 images of 8 x 8 pixels in [0, 1], ten classes, shuffled by ``seed`` and split; ConfigError without scikit-learn."""
     if not 0 < test_fraction < 1:
         raise ConfigError(f"test_fraction {test_fraction} is not between 0 and 1")
-    try:
-        from sklearn.datasets import load_digits  # takes a second to import, and only this needs it
-    except ImportError as error:
-        raise ConfigError("the digits come with scikit-learn, which is not installed") from error
-    pixels, labels = load_digits(return_X_y=True)
+    table = _digits_table()
+    pixels, labels = table[:, :-1], table[:, -1]
     order = np.random.Generator(np.random.Philox(seed)).permutation(len(labels))
     images = np.ascontiguousarray((pixels[order] / 16).astype(np.float32).reshape(-1, 8, 8, 1))
     labels = np.ascontiguousarray(labels[order].astype(np.int32))
     test = round(len(labels) * test_fraction)
     return Dataset(images[test:], labels[test:], images[:test], labels[:test])
+
+
+def _digits_table() -> np.ndarray:
+    # Read from scikit-learn's own file: importing it takes seconds, most of them for scipy, in every worker.
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("the digits come with scikit-learn, which is not installed")
+    path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    try:
+        with gzip.open(path, "rt", encoding="ascii") as file:
+            return np.loadtxt(file, delimiter=",")
+    except OSError as error:
+        raise ConfigError(f"scikit-learn has no digits at {path}: {error}") from error
 
 
 def batches(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +27,6 @@ from runtime.errors import (
     VerbflowError,
 )
 from runtime.graph.state_ops import GLOBAL_STEP
-from runtime.tensor import TensorSpec
 from runtime.training.checkpoint import (
     Checkpoint,
     checkpoint_path,
@@ -101,9 +100,16 @@ class Supervisor:
         self._last_step = self._global_step(deadline)
         return self._last_step
 
-    def run(self, step: Callable[[], T]) -> T:
-        """Call ``step`` (which runs the session) until it succeeds, recovering in between. Errors that a restart would not cure
-        are raised at once, and so is the last one when recovery takes too long."""
+    @property
+    def global_step(self) -> int:
+        """The newest global step that this worker knows of."""
+        return self._last_step
+
+    def run(self, step: Callable[[], T], recovered: Callable[[], None] | None = None) -> T:
+        """Call ``step`` (which runs the session) until it succeeds, recovering in between, after which ``recovered`` is called.
+
+        Errors that a restart would not cure are raised at once, and so is the last one when recovery takes too long.
+        """
         deadline: Deadline | None = None
         while True:
             try:
@@ -114,6 +120,8 @@ class Supervisor:
                 if deadline.expired():
                     raise
                 self._recover(error, deadline)
+                if recovered is not None:
+                    recovered()
 
     def _recover(self, cause: BaseException, deadline: Deadline) -> None:
         while True:
@@ -179,7 +187,8 @@ class Supervisor:
 
     def _global_step(self, deadline: Deadline) -> int:
         for task, specs in self._specs.items():
-            if GLOBAL_STEP in specs:
+            # Variables come to be when the first graph is registered with them.
+            if GLOBAL_STEP in specs and GLOBAL_STEP in self.session.variable_bytes(task, deadline):
                 return int(dict(self.session.save_variables(task, [GLOBAL_STEP], deadline))[GLOBAL_STEP])
         return 0
 
