@@ -1,6 +1,6 @@
 """LocalEngine: runs a whole graph in this process, without a cluster; what ``Session(graph)`` is made of.
 
-The first run of a set of fetches prunes, orders, plans and compiles; later ones cost a dictionary look-up beside the calls.
+The first run of a set of fetches prunes, optimises, orders, plans and compiles; later ones cost a dictionary look-up beside the calls.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from runtime.execution.compile import compile_partition
 from runtime.execution.executor import Executor
 from runtime.execution.resources import Resources
 from runtime.graph.graph import Graph, Node, Output
+from runtime.graph.optimize import optimise
 from runtime.graph.partition import check_feeds, partition
 from runtime.trace import Tracer
 
@@ -145,8 +146,11 @@ class LocalEngine:
                 targets.append(fetch)
             else:
                 raise GraphError(f"{fetch!r} cannot be fetched: it is neither an output nor a node of the graph")
-        placement = dict.fromkeys(self.graph.nodes, _DEVICE)
-        parts = partition(self.graph, placement, outputs, targets)
+        rewrite = optimise(self.graph, outputs, targets)
+        outputs = [rewrite.outputs[output] for output in outputs]
+        targets = [rewrite.nodes[node] for node in targets]
+        # One part, but still cut: it is what puts reads and writes of variables into order.
+        parts = partition(rewrite.graph, dict.fromkeys(rewrite.graph.nodes, _DEVICE), outputs, targets)
         if not parts:
             return _Signature(None, [], places)
         part = parts[_DEVICE]

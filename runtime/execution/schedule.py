@@ -239,7 +239,7 @@ class _Scheduler:
             if slot in fetched:
                 kept.append(work)
                 continue
-            consumed = self._new(Kind.CONSUMED, work.name, edge=work.edge)
+            consumed = self._new(Kind.CONSUMED, f"{work.name} consumed", edge=work.edge)
             consumed.deps.update((work, *users.get(slot, ())))
             consumed.reads = [slot]
         return kept
