@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from runtime.transport.onesided.transport import OneSidedTransport
 
 _MESSAGE, _IMMEDIATE = Op.MESSAGE, Op.IMMEDIATE
+_CREDIT = messages.Kind.CREDIT
 # The last credit is kept for CREDIT messages: two ends that are both out of credit could otherwise not tell each other.
 _RESERVE = 1
 _GOODBYE_S = 2.0
@@ -53,23 +54,31 @@ class Endpoint:
         self._saying_bye = False
         self._closed = False
         self._goodbye: Future[None] = Future(f"goodbye of {peer}", self._drive)
-        self._handlers: dict[int, Callable[[memoryview], None]] = {
-            messages.Kind.CREDIT: self._on_credit,
-            messages.Kind.BYE: self._on_bye,
-            messages.Kind.BYE_ACK: self._on_bye_ack,
-        }
+        self._post_send = link.post_send
+        self._poll = link.poll
+        self.peek = link.peek
+        self._handlers: list[Callable[[memoryview], None]] = [self._on_unknown] * 256
+        self._handle_by(
+            {
+                messages.Kind.CREDIT: self._on_credit,
+                messages.Kind.BYE: self._on_bye,
+                messages.Kind.BYE_ACK: self._on_bye_ack,
+            }
+        )
 
     # Progress's side
 
     def progress(self) -> bool:
         """Poll the link once and handle what came. True if anything did."""
-        if not self._lock.acquire(False):
+        lock = self._lock
+        if not lock.acquire(False):
             return False
         completions: list[Completion] = []
+        after = None
         try:
             if self._closed:
                 return False
-            completions = self.link.poll()
+            completions = self._poll()
             if completions:
                 self._handle(completions)
             elif not self._outbox:
@@ -80,10 +89,12 @@ class Endpoint:
             self._fail(self._translated(error))
             self.link.abort(error)
         finally:
-            after = self._take_after()
-            self._lock.release()
-            if after:
-                run(after)
+            if self._after:
+                after, self._after = self._after, []
+            lock.release()
+            if after is not None:
+                for action, argument in after:
+                    action(argument)
         return bool(completions)
 
     def lost(self, error: BaseException) -> None:
@@ -168,8 +179,17 @@ class Endpoint:
 
     def _send(self, message: bytes) -> None:
         """Send a control message in order, now or when credits and queue allow."""
-        if self._outbox or self._credits <= _RESERVE or not self._try_send(message):
+        if self._outbox or self._credits <= _RESERVE or self._owed >= self._report_at:
+            if self._outbox or self._credits <= _RESERVE or not self._try_send(message):
+                self._outbox.append(partial(self._send_later, message))
+            return
+        try:
+            self._post_send(message)
+        except BlockingIOError:
             self._outbox.append(partial(self._send_later, message))
+            return
+        self._credits -= 1
+        self.counters.messages_out += 1
 
     def _write(self, local: np.ndarray, remote: Region, imm: int, done: Done) -> None:
         """Write flat ``local`` to ``remote`` in order, then deliver ``imm``; ``done`` runs under the lock."""
@@ -222,22 +242,16 @@ class Endpoint:
         handlers = self._handlers
         for op, tag, imm, payload, error in completions:
             if op is _MESSAGE:
-                assert payload is not None
                 self._owed += 1
                 self.counters.messages_in += 1
-                if len(payload) < messages.HEADER_BYTES:
-                    raise CorruptMessageError(f"message of {len(payload)} bytes from {self.peer}")
-                kind = payload[0]
-                if payload[2] or payload[3]:
-                    self._credits += payload[2] | payload[3] << 8
+                kind = payload[0]  # type: ignore[index]
+                if payload[2] or payload[3]:  # type: ignore[index]
+                    self._credits += payload[2] | payload[3] << 8  # type: ignore[index]
                     if self._credits > self.link.depth:
                         raise CorruptMessageError(f"{self.peer} returns more credits than there are")
-                if self._reason is not None and kind < messages.Kind.CREDIT:
+                if self._reason is not None and kind < _CREDIT:
                     continue  # answers to what has failed already
-                handler = handlers.get(kind)
-                if handler is None:
-                    raise CorruptMessageError(f"message of kind {kind} from {self.peer}")
-                handler(payload)
+                handlers[kind](payload)  # type: ignore[arg-type]
             elif op is _IMMEDIATE:
                 self._owed += 1
                 if self._reason is None:
@@ -253,6 +267,13 @@ class Endpoint:
             if not self._try_send(report):
                 self._outbox.appendleft(partial(self._try_send, report))
 
+    def _handle_by(self, handlers: Mapping[messages.Kind, Callable[[memoryview], None]]) -> None:
+        for kind, handler in handlers.items():
+            self._handlers[kind] = handler
+
+    def _on_unknown(self, message: memoryview) -> None:
+        raise CorruptMessageError(f"message of kind {message[0]} from {self.peer}")
+
     def _fail(self, reason: BaseException) -> None:
         if self._reason is None:
             self._reason = reason
@@ -262,6 +283,8 @@ class Endpoint:
     def _translated(self, error: BaseException) -> BaseException:
         if isinstance(error, (PeerLostError, CorruptMessageError, ChannelClosedError)):
             return error
+        if isinstance(error, IndexError):
+            return CorruptMessageError(f"a message from {self.peer} that is shorter than a header")
         lost = PeerLostError(f"connection to {self.peer} failed: {error}")
         lost.__cause__ = error
         return lost

@@ -53,8 +53,8 @@ class Region(NamedTuple):
 
 class Link(ABC):
     """A connected pair of endpoints. One thread at a time may call it (the protocol holds a lock around it), except
-    ``arm``, ``disarm``, ``acknowledge``, ``lost`` and ``abort``, which any thread may call at any time, also after ``close``
-    (then they do nothing)."""
+    ``peek``, ``arm``, ``disarm``, ``acknowledge``, ``lost`` and ``abort``, which any thread may call at any time, also
+    after ``close`` (then they do nothing)."""
 
     peer: str
     max_message: int  # bytes that post_send takes
@@ -113,6 +113,10 @@ class Link(ABC):
     @abstractmethod
     def poll(self, n: int = 64) -> list[Completion]:
         """At most ``n`` completions that have happened; never blocks."""
+
+    def peek(self) -> bool:
+        """False if ``poll`` would surely find nothing; a quick look without the lock, for spinning threads."""
+        return True
 
     @abstractmethod
     def arm(self) -> int | None:

@@ -31,6 +31,7 @@ class Member(Protocol):
     """What Progress polls: an endpoint. All methods may be called by any thread, also after its link is closed."""
 
     link: Link
+    peek: Callable[[], bool]  # False: ``progress`` would find nothing
 
     def progress(self) -> bool:
         """Poll once and handle what came; True if anything did. Never blocks, never raises."""
@@ -134,19 +135,21 @@ class Progress:
             while True:
                 busy = False
                 for member in members:
-                    if member.progress():
+                    if member.peek() and member.progress():
                         busy = True
-                if done():
-                    return
                 if busy:
+                    if done():
+                        return
                     spin_end = 0
                     continue
                 pause()
                 now = clock()
                 if spin_end == 0:
+                    if done():
+                        return
                     spin_end = now + self._spin_ns
                 elif now > spin_end:
-                    if now >= deadline.at_ns:
+                    if done() or now >= deadline.at_ns:
                         return
                     if self._block(deadline.remaining()):
                         spin_end = 0
@@ -273,7 +276,7 @@ class Progress:
             while not self._wanted and not self._stopping:
                 busy = False
                 for member in self._members:
-                    if member.progress():
+                    if member.peek() and member.progress():
                         busy = True
                 if busy:
                     spin_end = clock() + self._spin_ns

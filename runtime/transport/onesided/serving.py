@@ -33,17 +33,16 @@ _STAGING_CHUNK = 1 << 20
 class _Answer:
     """A fetch to answer; the ``reply`` that is given to TensorSource.take."""
 
-    __slots__ = ("array", "block", "endpoint", "fetch", "given", "into", "lease", "registration")
+    # Defaults live in the class, so that making one sets only what differs.
+    given = False
+    lease: Lease | None = None
+    array: np.ndarray | None = None
+    block: Block | None = None  # staging memory
+    registration: Registration | None = None
 
     def __init__(self, endpoint: ServingEndpoint, fetch: Fetch) -> None:
         self.endpoint = endpoint
         self.fetch = fetch
-        self.into = fetch.into
-        self.given = False
-        self.lease: Lease | None = None
-        self.array: np.ndarray | None = None
-        self.block: Block | None = None  # staging memory
-        self.registration: Registration | None = None
 
     def __call__(self, outcome: Lease | BaseException) -> None:
         self.endpoint.answer(self, outcome)
@@ -59,7 +58,7 @@ class ServingEndpoint(Endpoint):
         self._quarantine: list[_Answer] = []
         self._tickets = itertools.count(1)
         self._withdrawals: dict[int, tuple[Future[None], int]] = {}  # ticket -> (future, messages unanswered)
-        self._handlers.update(
+        self._handle_by(
             {
                 Kind.FETCH: self._on_fetch,
                 Kind.AGAIN: self._on_again,
@@ -76,7 +75,7 @@ class ServingEndpoint(Endpoint):
         with self._lock:
             if answer.given or self._reason is not None:
                 if isinstance(outcome, Lease):
-                    self._after.append((_release, outcome))
+                    self._after.append((Lease.release, outcome))
             else:
                 answer.given = True
                 if isinstance(outcome, Lease):
@@ -228,7 +227,7 @@ class ServingEndpoint(Endpoint):
 
     def _let_go(self, answer: _Answer) -> None:
         if answer.lease is not None:
-            self._after.append((_release, answer.lease))
+            self._after.append((Lease.release, answer.lease))
             answer.lease = None
         if answer.block is not None:
             self.transport.arena.free(answer.block)
@@ -331,7 +330,3 @@ class _EagerStream:
             self.offset += len(piece)
         endpoint._served(self.answer, len(self.memory))
         return True
-
-
-def _release(lease: Lease) -> None:
-    lease.release()

@@ -64,12 +64,14 @@ class ShmLink(Link):
             # Else a peer's descriptor could make eventfd_write wait.
             flags = fcntl.fcntl(self._bell, fcntl.F_GETFL)
             fcntl.fcntl(self._bell, fcntl.F_SETFL, flags | os.O_NONBLOCK)
-            self._sender = Sender(ring_fd, hello.slots, hello.stride)
+            self._sender = Sender(ring_fd, hello.slots, hello.stride, self._bell)
         except BaseException:
             self.close()
             raise
         finally:
             os.close(ring_fd)
+        self._message = self._sender.message
+        self._look = receiver.ready
         self.depth = hello.depth
         self.max_message = self._sender.max_payload
         self.control = sock.fileno()
@@ -93,8 +95,7 @@ class ShmLink(Link):
         raise ValueError(f"a buffer of {nbytes} bytes does not lie in the arena")
 
     def post_send(self, message: bytes | bytearray | memoryview, tag: int = 0, signalled: bool = False) -> None:
-        if self._sender.message(message):  # type: ignore[union-attr]
-            self._ring()
+        self._message(message)
         if signalled:
             self._local.append(Completion(Op.SENT, tag, 0, None, None))
 
@@ -109,8 +110,8 @@ class ShmLink(Link):
             raise ValueError(f"a write of {local.nbytes} bytes to {remote.nbytes}")
         if remote.nbytes:
             _copy(self._find(remote).write(remote), local)
-        if imm is not None and sender.immediate(imm):
-            self._ring()
+        if imm is not None:
+            sender.immediate(imm)
         if signalled:
             self._local.append(Completion(Op.WRITTEN, tag, 0, None, None))
 
@@ -151,6 +152,9 @@ class ShmLink(Link):
             return local + self._receiver.poll(n)
         return self._receiver.poll(n)
 
+    def peek(self) -> bool:
+        return self._look() or bool(self._local)
+
     def arm(self) -> int | None:
         self._receiver.arm()
         return self._doorbell
@@ -189,10 +193,6 @@ class ShmLink(Link):
         # Only the sending half: the peer's end of the connection then tells when it has stopped, too.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has rung 2**64 times: it will wake
-            os.eventfd_write(self._bell, 1)
 
     def _find(self, region: Region) -> area.PeerArea:
         if region.key == self._area.key:

@@ -32,6 +32,7 @@ _MESSAGE, _IMMEDIATE = 1, 2
 _ONE = 1 << 40
 _VALUE = _ONE - 1
 _LAP_MASK = 0xFFFF
+_OP_MESSAGE, _OP_IMMEDIATE = Op.MESSAGE, Op.IMMEDIATE
 _NOTHING: list[Completion] = []
 # NamedTuple's own constructor is a Python function of 0.2 us.
 _completion: Callable[[tuple[Any, ...]], Completion] = functools.partial(tuple.__new__, Completion)  # type: ignore[arg-type]
@@ -53,8 +54,9 @@ class _Ring:
         self._mapping = mmap.mmap(fd, ring_bytes(slots, stride), flags=mmap.MAP_SHARED)
         self._memory = memoryview(self._mapping)
         self._words = self._memory.cast("Q")
+        self._mask = slots - 1
         self._words_a_slot = stride // 8
-        self._first = CONTROL_BYTES // 8
+        self._first = self._at = CONTROL_BYTES // 8
         # Taking and giving a free lock is an atomic read-modify-write, which on x86-64 is a full fence; Python has no other.
         self._fence = threading.Lock()
 
@@ -75,43 +77,48 @@ class Receiver(_Ring):
         super().__init__(self.fd, slots, stride)
         self._count = 0
         self._reported = 0
-        self._at = self._first
         self._lap = 1
+
+    def ready(self) -> bool:
+        """There is something to poll."""
+        return self._words[self._at] >> 48 == self._lap
 
     def poll(self, n: int) -> list[Completion]:
         """At most ``n`` messages and immediates; payloads are valid until the next call. CorruptMessageError if a slot
         holds what no sender would write."""
         words = self._words
+        at = self._at
         count = self._count
         if count != self._reported:
             words[_HEAD] = self._reported = count
-        word = words[self._at]
+        word = words[at]
         if word >> 48 != self._lap:
             return _NOTHING
-        found = []
+        found: list[Completion] = []
         while True:
             value = word & _VALUE
             kind = word >> 40 & 0xFF
             if kind == _MESSAGE:
                 if value > self.max_payload:
                     raise CorruptMessageError(f"a message of {value} bytes in a slot of {self.max_payload}")
-                start = self._at * 8 + _WORD_BYTES
-                found.append(_completion((Op.MESSAGE, 0, 0, self._memory[start : start + value], None)))
+                start = at * 8 + _WORD_BYTES
+                found.append(_completion((_OP_MESSAGE, 0, 0, self._memory[start : start + value], None)))
             elif kind == _IMMEDIATE and value <= 0xFFFF_FFFF:
-                found.append(_completion((Op.IMMEDIATE, 0, value, None, None)))
+                found.append(_completion((_OP_IMMEDIATE, 0, value, None, None)))
             else:
                 raise CorruptMessageError(f"a slot of kind {kind} with {value:#x}")
             count += 1
-            if count & (self.slots - 1):
-                self._at += self._words_a_slot
+            if count & self._mask:
+                at += self._words_a_slot
             else:
-                self._at = self._first
+                at = self._first
                 self._lap = self._lap + 1 & _LAP_MASK
             if len(found) == n:
                 break
-            word = words[self._at]
+            word = words[at]
             if word >> 48 != self._lap:
                 break
+        self._at = at
         self._count = count
         return found
 
@@ -132,55 +139,54 @@ class Receiver(_Ring):
 
 
 class Sender(_Ring):
-    """The writing end, over the memory that a peer made."""
+    """The writing end, over the memory that a peer made; ``bell`` is the peer's eventfd (not owned)."""
 
-    def __init__(self, fd: int, slots: int, stride: int) -> None:
+    def __init__(self, fd: int, slots: int, stride: int, bell: int) -> None:
         super().__init__(fd, slots, stride)
+        self._bell = bell
         self._count = 0
         self._head = 0
-        self._at = self._first
         self._lap = 1 << 48
 
-    def message(self, payload: bytes | bytearray | memoryview) -> bool:
-        """Publish a message; True if the receiver sleeps. BlockingIOError if the ring is full."""
+    def message(self, payload: bytes | bytearray | memoryview) -> None:
+        """Publish a message, and ring if the receiver sleeps. BlockingIOError if the ring is full."""
         size = len(payload)
         if size > self.max_payload:
             raise ValueError(f"a message of {size} bytes is longer than {self.max_payload}")
         if self._count - self._head >= self.slots:
-            self._look_at_head()
+            self.room()
         start = self._at * 8 + _WORD_BYTES
         self._memory[start : start + size] = payload
-        return self._publish(self._lap | _MESSAGE << 40 | size)
+        self._publish(self._lap | _MESSAGE << 40 | size)
 
-    def immediate(self, imm: int) -> bool:
+    def immediate(self, imm: int) -> None:
         """Publish an immediate; as ``message``."""
-        if self._count - self._head >= self.slots:
-            self._look_at_head()
-        return self._publish(self._lap | _IMMEDIATE << 40 | imm)
+        self.room()
+        self._publish(self._lap | _IMMEDIATE << 40 | imm)
 
     def room(self) -> None:
         """BlockingIOError if the ring is full."""
-        if self._count - self._head >= self.slots:
-            self._look_at_head()
-
-    def _publish(self, word: int) -> bool:
-        words = self._words
-        words[self._at] = word
-        self._count += 1
-        if self._count & (self.slots - 1):
-            self._at += self._words_a_slot
-        else:
-            self._at = self._first
-            self._lap = self._lap + (1 << 48) & 0xFFFF << 48
-        # The word must be out before the bell is looked at, as the receiver sets the bell before it looks at the word.
-        with self._fence:
-            pass
-        return words[_BELL] != 0
-
-    def _look_at_head(self) -> None:
+        if self._count - self._head < self.slots:
+            return
         head = self._words[_HEAD]
         if not self._head <= head <= self._count:
             raise CorruptMessageError(f"the peer has read {head} slots of {self._count}")
         self._head = head
         if self._count - head >= self.slots:
             raise BlockingIOError("the peer's ring is full")
+
+    def _publish(self, word: int) -> None:
+        words = self._words
+        words[self._at] = word
+        self._count += 1
+        if self._count & self._mask:
+            self._at += self._words_a_slot
+        else:
+            self._at = self._first
+            self._lap = self._lap + (1 << 48) & _LAP_MASK << 48
+        # The word must be out before the bell is looked at, as the receiver sets the bell before it looks at the word.
+        with self._fence:
+            pass
+        if words[_BELL]:
+            with contextlib.suppress(BlockingIOError):  # it was rung 2**64 times: it will wake
+                os.eventfd_write(self._bell, 1)
