@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         server = open_server(arguments, token)
     except (VerbflowError, OSError) as error:
-        return exit_code(error)
+        return exit_code(error, opening=True)
     server.on_shutdown(stop.set)
     print(json.dumps(server.ready_line()), flush=True)
     while not stop.wait(1.0):  # a bounded wait, so that signals are handled

@@ -134,13 +134,13 @@ class StepStream:
         with self._guard:
             self.broken = self.broken or reason
             pending, self._pending = self._pending, None
+        self._requests.put(None)  # gRPC's sending thread waits for a request, also when the call is over
         if pending is not None:
             pending.set_exception(reason)
 
     def abort(self, reason: VerbflowError) -> None:
         """Fail the step that is running with ``reason`` and end the call, without waiting."""
         self._break(reason, None)
-        self._requests.put(None)
         self._call.cancel()
 
     def close(self) -> None:

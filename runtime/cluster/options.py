@@ -105,17 +105,17 @@ def _keeps_allocator(params: object, transport: str) -> bool:
     return isinstance(own, dict) and own.get("allocator") == "default"
 
 
-def exit_code(error: BaseException) -> int:
-    """The documented exit code for an error, which is printed as one line on stderr."""
-    from runtime.errors import ConfigError, DeadlineError, PeerLostError, UnavailableError, VerbflowError
+def exit_code(error: BaseException, opening: bool = False) -> int:
+    """The documented exit code for an error, which is printed as one line on stderr. ``opening``: of ``open_server``."""
+    from runtime.errors import ConfigError, DeadlineError, PeerLostError, TransportError, UnavailableError
 
     print(f"verbflow: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     if isinstance(error, UnavailableError):
         return EXIT_UNAVAILABLE
+    if opening and isinstance(error, TransportError):
+        return EXIT_ADDRESS
     if isinstance(error, PeerLostError | DeadlineError):
         return EXIT_LOST
     if isinstance(error, ConfigError):
         return EXIT_USAGE
-    if isinstance(error, OSError) and not isinstance(error, VerbflowError):
-        return EXIT_ADDRESS
     return EXIT_FAILED

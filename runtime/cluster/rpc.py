@@ -104,7 +104,9 @@ def open_channel(address: str, tls: Tls | None) -> grpc.Channel:
 
 
 def credentials(token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that every call carries."""
+    """The metadata that every call carries. ConfigError if the token has characters that a header cannot carry."""
+    if not token.isascii() or not (token.isprintable() or not token):
+        raise ConfigError("the run's token must be printable ASCII")
     return ((_TOKEN, token), (_VERSION, str(CONTROL_VERSION)))
 
 

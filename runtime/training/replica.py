@@ -78,7 +78,11 @@ def main(argv: list[str] | None = None) -> int:
     from runtime.errors import VerbflowError
 
     try:
-        with open_server(arguments, token) as server:
+        server = open_server(arguments, token)
+    except (VerbflowError, OSError) as error:
+        return exit_code(error, opening=True)
+    try:
+        with server:
             print(json.dumps(server.ready_line()), flush=True)
             _train(arguments, server)
     except (VerbflowError, OSError) as error:

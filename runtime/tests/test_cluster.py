@@ -1,0 +1,355 @@
+"""Cluster description, task processes, and the control plane's manners towards strangers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from runtime.cluster.client import WorkerClient
+from runtime.cluster.launcher import LocalCluster, free_addresses
+from runtime.cluster.messages import CHUNK_BYTES, chunks, pack, unpack, variables
+from runtime.cluster.proto import control_pb2 as pb
+from runtime.cluster.rpc import CONTROL_VERSION, credentials
+from runtime.cluster.server import Server
+from runtime.cluster.spec import ClusterSpec, parse_task, task_name
+from runtime.deadline import Deadline
+from runtime.errors import (
+    ConfigError,
+    CorruptMessageError,
+    GraphError,
+    PeerLostError,
+    ProtocolMismatchError,
+    TransportError,
+    UnauthenticatedError,
+    UnknownGraphError,
+)
+from runtime.testing import pattern
+
+TOKEN = "a-token-of-this-run"
+SECONDS = 20.0
+
+
+def soon() -> Deadline:
+    return Deadline.after(SECONDS)
+
+
+# The description.
+
+
+def test_tasks_have_names_and_addresses(tmp_path: Path) -> None:
+    spec = ClusterSpec({"ps": ["a:1"], "worker": ["b:2", "[::1]:3"]})
+    assert spec.tasks == ["/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"]
+    assert spec.address("/job:worker/task:1") == "[::1]:3"
+    assert spec.task_count("worker") == 2
+    assert parse_task(task_name("worker", 1)) == ("worker", 1)
+    file = tmp_path / "cluster.json"
+    file.write_text(spec.to_json())
+    assert ClusterSpec.load(str(file)) == ClusterSpec.load(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("jobs", "message"),
+    [
+        ({}, "mapping from job names"),
+        ({"ps": "a:1"}, "must be a list"),
+        ({"ps": []}, "must be a list"),
+        ({"ps": ["a"]}, r"/job:ps/task:0: address 'a' is not host:port"),
+        ({"ps": ["a:0"]}, "not host:port with a port from 1 to 65535"),
+        ({"ps": ["a:70000"]}, "not host:port"),
+        ({"ps": ["a:1", "a:1"]}, "given to both /job:ps/task:0 and /job:ps/task:1"),
+        ({"p/s": ["a:1"]}, "job name 'p/s' must match"),
+        ({"ps": [7]}, "address 7 is not host:port"),
+    ],
+)
+def test_an_impossible_cluster_is_refused(jobs: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ClusterSpec(jobs)  # type: ignore[arg-type]
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text('{"ps": [')
+    with pytest.raises(ConfigError, match=r"cluster\.json is not JSON"):
+        ClusterSpec.load(str(file))
+    with pytest.raises(ConfigError, match=r"absent\.json: No such file"):
+        ClusterSpec.load(str(tmp_path / "absent.json"))
+    with pytest.raises(ConfigError, match=r"no task '/job:ps/task:9'; known: /job:ps/task:0"):
+        ClusterSpec({"ps": ["a:1"]}).address("/job:ps/task:9")
+    with pytest.raises(ConfigError, match=r"no job 'worker'; known: ps"):
+        ClusterSpec({"ps": ["a:1"]}).task("worker", 0)
+
+
+# Tensors in messages.
+
+
+def test_tensors_survive_messages() -> None:
+    for array in (
+        np.float32(3.5).reshape(()),
+        np.zeros((0, 3), np.int64),
+        pattern(4096).view(np.float32).reshape(32, 32),
+    ):
+        back = unpack(pb.Tensor.FromString(pack(array).SerializeToString()))
+        assert back.dtype == array.dtype and back.shape == array.shape
+        assert back.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.Tensor(dtype=99, shape=[1], content=b"1234"),
+        pb.Tensor(dtype=11, shape=[2], content=b"1234"),
+        pb.Tensor(dtype=11, shape=[1 << 40, 1 << 40], content=b""),
+        pb.Tensor(dtype=11, shape=[1] * 100, content=b"1234"),
+    ],
+)
+def test_an_impossible_tensor_is_refused(message: pb.Tensor) -> None:
+    with pytest.raises(CorruptMessageError):
+        unpack(message)
+
+
+def test_variables_travel_in_chunks() -> None:
+    large = pattern(2 * CHUNK_BYTES + 100)
+    sent = [
+        *chunks("c", "large", large),
+        *chunks("c", "empty", np.zeros(0, np.float32)),
+        *chunks("c", "one", large[:8]),
+    ]
+    assert len(sent) == 5
+    back = {name: array for _, name, array in variables(sent)}
+    assert back["large"].tobytes() == large.tobytes()
+    assert back["empty"].shape == (0,) and back["one"].tobytes() == large[:8].tobytes()
+    for broken in (sent[:2], sent[1:], [sent[0], sent[0]], [sent[0], sent[3]]):
+        with pytest.raises(CorruptMessageError):
+            list(variables(broken))
+
+
+# A server in this process.
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    spec = ClusterSpec({"ps": free_addresses(1)})
+    with Server(spec, "ps", 0, transport="inproc", token=TOKEN, arena_bytes=1 << 20) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[WorkerClient]:
+    made = WorkerClient(server.name, server.address, TOKEN)
+    yield made
+    made.close()
+
+
+def status(client: WorkerClient, **changes: object) -> pb.StatusReply:
+    request = pb.StatusRequest(**{"version": CONTROL_VERSION, "task": client.task, **changes})  # type: ignore[arg-type]
+    reply: pb.StatusReply = client.call("GetStatus", request, soon())
+    return reply
+
+
+def test_a_task_says_who_it_is(server: Server, client: WorkerClient) -> None:
+    reply = status(client, open_transports=True)
+    assert (reply.task, reply.incarnation, reply.transport) == (server.name, server.incarnation, "inproc")
+    assert list(reply.addresses) == ["inproc"]
+    assert reply.memory.arena_bytes == 1 << 20
+    assert reply.settings["threads"]
+
+
+@pytest.mark.parametrize("token", ["", "another", TOKEN + "x"])
+def test_a_stranger_is_refused_and_the_server_lives_on(server: Server, client: WorkerClient, token: str) -> None:
+    stranger = WorkerClient(server.name, server.address, token)
+    try:
+        for method, request in (
+            ("GetStatus", pb.StatusRequest(version=CONTROL_VERSION)),
+            ("Shutdown", pb.ShutdownRequest(reason="mischief")),
+            ("RegisterGraph", pb.RegisterRequest(handle="h")),
+        ):
+            with pytest.raises(UnauthenticatedError, match=r"/job:ps/task:0 was shown (no|a wrong) token"):
+                stranger.call(method, request, soon())
+        with pytest.raises(UnauthenticatedError):
+            stranger.open_steps().start(pb.RunRequest(handle="h", step=1)).result(soon())
+    finally:
+        stranger.close()
+    assert status(client).task == server.name
+    assert not server.join(0)
+
+
+def test_a_token_that_no_header_can_carry_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"printable ASCII"):
+        WorkerClient("/job:ps/task:0", "127.0.0.1:2222", "secret\n")
+
+
+def test_another_version_is_refused(server: Server, client: WorkerClient) -> None:
+    with pytest.raises(ProtocolMismatchError, match=r"speaks control protocol 1, not 99"):
+        status(client, version=99)
+    old = WorkerClient(server.name, server.address, TOKEN)
+    old._metadata = (("verbflow-token", TOKEN), ("verbflow-version", "0"))
+    with pytest.raises(ProtocolMismatchError, match=r"start all tasks from the same version"):
+        status(old)
+    old.close()
+
+
+def test_the_wrong_task_is_refused(client: WorkerClient) -> None:
+    with pytest.raises(ConfigError, match=r"this is /job:ps/task:0, not /job:ps/task:7"):
+        status(client, task="/job:ps/task:7")
+
+
+def test_malformed_and_absurd_messages_do_no_harm(server: Server, client: WorkerClient) -> None:
+    with grpc.insecure_channel(server.address, [("grpc.max_send_message_length", -1)]) as channel:
+        raw = channel.unary_unary("/verbflow.control.Worker/RegisterGraph")
+        with pytest.raises(grpc.RpcError) as garbage:
+            raw(b"\xff" * 100, metadata=credentials(TOKEN), timeout=SECONDS)
+        assert garbage.value.code() == grpc.StatusCode.INTERNAL
+        with pytest.raises(grpc.RpcError) as absent:
+            channel.unary_unary("/verbflow.control.Worker/Nonsense")(b"", metadata=credentials(TOKEN), timeout=SECONDS)
+        assert absent.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        # A stranger's large message is refused before it is read.
+        with pytest.raises(grpc.RpcError) as unread:
+            raw(bytes(64 << 20), metadata=credentials("wrong"), timeout=SECONDS)
+        assert unread.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(GraphError, match=r"not a serialised graph"):
+        client.call("RegisterGraph", pb.RegisterRequest(handle="h", partition=b"\xff\xff\xff"), soon())
+    with pytest.raises(UnknownGraphError, match=r"knows no graph nonsense"):
+        client.open_steps().start(pb.RunRequest(handle="nonsense", step=1, timeout_s=1)).result(soon())
+    assert status(client).task == server.name
+
+
+def test_a_message_beyond_the_limit_is_refused(
+    server: Server, client: WorkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.cluster.rpc.MAX_MESSAGE_BYTES", 1 << 16)
+    spec = ClusterSpec({"ps": free_addresses(1)})
+    with Server(spec, "ps", 0, transport="inproc", token=TOKEN, arena_bytes=1 << 20) as small:
+        other = WorkerClient(small.name, small.address, TOKEN)
+        with pytest.raises(TransportError, match=r"resource_exhausted"):
+            other.call("RegisterGraph", pb.RegisterRequest(handle="h", partition=bytes(1 << 20)), soon())
+        assert status(other).task == small.name
+        other.close()
+
+
+def test_a_port_in_use_is_an_error(server: Server) -> None:
+    with pytest.raises(TransportError, match=r"/job:ps/task:0 cannot listen on .* is it in use"):
+        Server(server.cluster, "ps", 0, transport="inproc", token=TOKEN, arena_bytes=1 << 20)
+
+
+def test_no_token_only_on_loopback() -> None:
+    with pytest.raises(ConfigError, match=r"would listen on 192\.0\.2\.1 without a token"):
+        Server({"ps": ["192.0.2.1:2222"]}, "ps", 0, arena_bytes=1 << 20)
+    with pytest.raises(ConfigError, match=r"unknown transport 'carrier-pigeon'; known: auto, "):
+        Server({"ps": ["127.0.0.1:2222"]}, "ps", 0, transport="carrier-pigeon", arena_bytes=1 << 20)
+
+
+def test_nobody_there_is_a_lost_peer() -> None:
+    (address,) = free_addresses(1)
+    client = WorkerClient("/job:ps/task:0", address, TOKEN)
+    with pytest.raises(PeerLostError, match=r"GetStatus at /job:ps/task:0 \(127\.0\.0\.1:\d+\)"):
+        status(client)
+    client.close()
+
+
+def test_tls_keeps_those_out_who_have_no_certificate(tmp_path: Path) -> None:
+    from runtime.cluster.rpc import Tls
+
+    files = make_certificates(tmp_path)
+    if files is None:
+        pytest.skip("there is no openssl command here to make certificates with")
+    tls = Tls(*files)
+    spec = ClusterSpec({"ps": [free_addresses(1)[0].replace("127.0.0.1", "localhost")]})
+    with Server(spec, "ps", 0, transport="inproc", token=TOKEN, arena_bytes=1 << 20, tls=tls) as server:
+        client = WorkerClient(server.name, server.address, TOKEN, tls)
+        assert status(client).task == server.name
+        client.close()
+        plain = WorkerClient(server.name, server.address, TOKEN)
+        with pytest.raises(PeerLostError):
+            status(plain)
+        plain.close()
+    with pytest.raises(ConfigError, match=r"TLS file .*absent: No such file"):
+        Tls(str(tmp_path / "absent"), *files[1:]).server_credentials()
+
+
+def make_certificates(folder: Path) -> tuple[str, str, str] | None:
+    """Certificate, key and authority (the certificate signs itself) for localhost."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    try:
+        subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return str(certificate), str(key), str(certificate)
+
+
+# Tasks as processes.
+
+
+def test_a_task_process_starts_answers_and_ends_on_request() -> None:
+    with LocalCluster({"ps": 1}, options=["--transport", "grpc", "--arena-mib", "8"]) as cluster:
+        task = cluster.task("/job:ps/task:0")
+        assert task.ready["task"] == "/job:ps/task:0" and task.ready["pid"] == task.pid
+        assert task.ready["settings"]["OPENBLAS_NUM_THREADS"] == "1"
+        command_line = Path(f"/proc/{task.pid}/cmdline").read_bytes().decode()
+        assert cluster.token not in command_line
+        client = WorkerClient(task.name, cluster.spec.address(task.name), cluster.token)
+        assert f"{status(client).incarnation:016x}" == task.ready["incarnation"]
+        client.call("Shutdown", pb.ShutdownRequest(reason="the test is over"), soon())
+        client.close()
+        assert task.wait(soon()) == 0
+        assert task.errors() == ""
+
+
+def test_a_task_process_ends_by_signal_and_with_its_parent() -> None:
+    with LocalCluster({"ps": 2}, options=["--transport", "grpc", "--arena-mib", "8"]) as cluster:
+        first, second = cluster.tasks.values()
+        first.signal(signal.SIGTERM)
+        assert first.wait(soon()) == 0
+        assert second.process.stdin is not None
+        second.process.stdin.close()  # as the kernel does when the parent dies
+        assert second.wait(soon()) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        ({"--cluster": "{"}, 2, "is not JSON"),
+        ({"--job": "worker"}, 2, "no job 'worker'; known: ps"),
+        ({"--transport": "pigeon"}, 2, "unknown transport 'pigeon'"),
+        ({"--params": "[]x"}, 2, "--params is not JSON"),
+        ({"--task": "three"}, 2, "invalid int value"),
+    ],
+)
+def test_exit_codes_and_one_line_of_reason(changes: dict[str, str], code: int, message: str) -> None:
+    cluster = json.dumps({"ps": free_addresses(1)})
+    options = {"--cluster": cluster, "--job": "ps", "--task": "0", "--transport": "grpc", "--arena-mib": "8", **changes}
+    arguments = [text for pair in options.items() for text in pair]
+    ended = subprocess.run(
+        [sys.executable, "-m", "runtime.cluster", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "VERBFLOW_TOKEN": TOKEN},
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert message in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_an_address_in_use_has_its_own_exit_code(server: Server) -> None:
+    command = [sys.executable, "-m", "runtime.cluster", "--cluster", server.cluster.to_json(), "--job", "ps"]
+    command += ["--task", "0", "--transport", "grpc", "--arena-mib", "8"]
+    read, write = os.pipe()
+    os.write(write, TOKEN.encode())
+    os.close(write)
+    ended = subprocess.run(
+        [*command, "--token-fd", str(read)], pass_fds=[read], capture_output=True, text=True, timeout=60, check=False
+    )
+    os.close(read)
+    assert ended.returncode == 4
+    assert ended.stderr.count("\n") == 1 and "is it in use?" in ended.stderr
