@@ -6,7 +6,9 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 NAME ?= smoke
 PROFILE ?=
-PROTO := runtime/cluster/proto
+# A service's code, and messages alone (with type stubs).
+PROTO_SERVICES := runtime/cluster/proto/*.proto
+PROTO_MESSAGES := runtime/transport/grpc/*.proto
 quote = '$(subst ','\'',$(1))'
 
 .PHONY: help setup venv test test-native test-rxe rxe rxe-shell lint types proto proto-check constraints
@@ -39,13 +41,18 @@ rxe-shell: setup ## interactive shell with an RDMA device
 rxe: setup ## one command with an RDMA device: make rxe CMD='ibv_devinfo -v'
 	@$(PYTHON) -m harness.launch.vm -- bash -c $(call quote,$(CMD))
 
+define protoc
+$(PYTHON) -m grpc_tools.protoc -I . --python_out=$(1) --grpc_python_out=$(1) $(PROTO_SERVICES) && \
+$(PYTHON) -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) $(PROTO_MESSAGES)
+endef
+
 proto: venv ## generate the protobuf code that is committed
-	cd $(CURDIR) && $(PYTHON) -m grpc_tools.protoc -I . --python_out=. --grpc_python_out=. $(PROTO)/*.proto
+	cd $(CURDIR) && $(call protoc,.)
 
 proto-check: venv ## the committed protobuf code is what the .proto files generate
 	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && \
-	$(PYTHON) -m grpc_tools.protoc -I . --python_out="$$scratch" --grpc_python_out="$$scratch" $(PROTO)/*.proto && \
-	for file in $$(cd "$$scratch" && find . -name '*_pb2*.py'); do \
+	$(call protoc,"$$scratch") && \
+	for file in $$(cd "$$scratch" && find . -name '*_pb2*.py*'); do \
 	    cmp "$$scratch/$$file" "$$file" || { echo "run make proto: $$file is stale"; exit 1; }; done
 
 constraints: venv ## refresh constraints.txt from the installed versions

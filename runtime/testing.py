@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import importlib
 import os
 import signal
@@ -21,7 +20,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -407,45 +405,3 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
             return False
         time.sleep(0.002)
     return True
-
-
-class LeakWatch:
-    """Threads, child processes, descriptors and names in /dev/shm that are here now and were not when this was made.
-
-    ``tolerated`` are prefixes of what a descriptor may be (the target of its link in /proc/self/fd): a library that keeps
-    some for the life of the process.
-    """
-
-    def __init__(self, tolerated: Sequence[str] = ()) -> None:
-        self._tolerated = tuple(tolerated)
-        self._before = self._look()
-
-    def leaks(self, patience: float = 5.0) -> list[str]:
-        """What leaked; things that are just going have ``patience`` seconds for it."""
-        deadline = Deadline.after(patience)
-        while True:
-            now = self._look()
-            found = [f"{kind}: {name}" for kind in now for name in now[kind] if name not in self._before[kind]]
-            if not found or deadline.expired():
-                return found
-            gc.collect()
-            time.sleep(0.01)
-
-    def _look(self) -> dict[str, set[str]]:
-        threads = {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
-        children = set()
-        for listing in Path("/proc/self/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                children |= set(listing.read_text().split())
-        descriptors = set()
-        for entry in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/self/fd/{entry}")
-                if not target.startswith((*self._tolerated, f"/proc/{os.getpid()}/fd")):
-                    descriptors.add(f"{entry} -> {target}")
-        return {
-            "thread": threads,
-            "child process": children,
-            "descriptor": descriptors,
-            "shared memory": set(os.listdir("/dev/shm")),
-        }

@@ -87,9 +87,6 @@ class GrpcTransport(GrpcTransportBase):
             raise
         return channel
 
-    def open_channel(self, channel: grpc.Channel, peer: str) -> GrpcChannel:
-        return GrpcChannel(self, channel, peer)
-
     def expire(self, channel: Channel, now_ns: int) -> int | None:
         assert isinstance(channel, GrpcChannel)
         return channel.expire(now_ns)
@@ -122,6 +119,7 @@ class GrpcChannel(Channel):
         self._driver_deadline_ns = 0
         self._reading_since_ns = 0
         self._wake = threading.Event()
+        self._idle = False
 
     def connect(self, deadline: Deadline) -> None:
         """Open both streams; raises what ``Transport.connect`` promises."""
@@ -201,8 +199,6 @@ class GrpcChannel(Channel):
         elif stuck_at and (silent := (now_ns - self._reading_since_ns) * 1e-9) >= _ANSWER_SECONDS * 0.99:
             self.abort(PeerLostError(f"{self.peer} is lost: it has left a request unanswered for {silent:.1f} s"))
         return min(moments, default=None)
-
-    _idle = False
 
     def _start(self, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=target, args=args, name=f"grpc-{target.__name__}", daemon=True)

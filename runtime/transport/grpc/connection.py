@@ -158,10 +158,6 @@ class GrpcTransportBase(Transport):
     def threads(self) -> int:
         """Threads that the server may use, and calls that it serves at once."""
 
-    @abstractmethod
-    def open_channel(self, channel: grpc.Channel, peer: str) -> Channel:
-        """Our channel over gRPC's; not yet connected."""
-
     def listen(self, source: TensorSource) -> bytes:
         if self._server is not None:
             raise TransportError("this transport listens already")
