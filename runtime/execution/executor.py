@@ -86,7 +86,7 @@ class Executor:
         cancel: Callable[[int, BaseException], None] | None,
     ) -> None:
         self.plan = plan
-        self.broken: BaseException | None = None
+        self.broken = ""  # why no step can run any more
         self._segments = segments
         self._state = state
         self._arrivals = arrivals
@@ -148,8 +148,8 @@ class Executor:
         if not self._running.acquire(blocking=False):
             raise GraphError("this executor runs a step already; steps of one registered graph are sequential")
         try:
-            if self.broken is not None:
-                raise UnknownGraphError(f"register the graph again: its last step failed ({self.broken})")
+            if self.broken:
+                raise UnknownGraphError(f"register the graph again: {self.broken}")
             state = self._state
             state.begin(step, rendezvous, deadline or _FOREVER)
             try:
@@ -171,7 +171,9 @@ class Executor:
         """Free all memory. The edges' slots must be withdrawn from transports before. Idempotent."""
         self._segments, self._calls, self._arrivals = [], [], []
         self._feeds, self._fetches, self._poison = {}, [], None
-        self.broken = self.broken or UnknownGraphError("it was closed")
+        self._state = StepState()  # what the last step watched refers to slots
+        self._cancel = None  # refers to variables
+        self.broken = self.broken or "it was closed"
         blocks, self._blocks = self._blocks, []
         for block in blocks:
             assert self._arena is not None
@@ -362,7 +364,10 @@ class Executor:
             self._cancel(state.id, step_aborted(state.id, error))
         outstanding = (*state.watched.values(), *state.in_flight)
         if state.receiving or any(not future.done() for future in outstanding):
-            self.broken = error
+            self.broken = f"its last step failed ({error})"
+        # The error refers to this frame, and through it to all memory: it must not be kept from here.
+        state.rendezvous = None
+        state.watched = {}
 
 
 _FOREVER = Deadline.after(10 * 365 * 86400.0)

@@ -1,6 +1,7 @@
 """LocalEngine: runs a whole graph in this process, without a cluster; what ``Session(graph)`` is made of.
 
-The first run of a set of fetches prunes, optimises, orders, plans and compiles; later ones cost a dictionary look-up beside the calls.
+The first run of a set of fetches prunes, optimises, orders, plans and compiles; later ones cost a dictionary look-up beside
+the calls.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class LocalEngine:
             signature = self._signature(fetches)
             if not signature.guard.acquire(timeout=deadline.remaining()):
                 raise DeadlineError(f"another thread still runs these fetches after {deadline.elapsed():.1f} s")
-            if signature.executor is None or signature.executor.broken is None:
+            if signature.executor is None or not signature.executor.broken:
                 return signature
             signature.guard.release()
             self._forget(signature)

@@ -83,6 +83,18 @@ def step_aborted(step: int, reason: BaseException) -> StepAbortedError:
     return error
 
 
+def detached(error: BaseException) -> BaseException:
+    """The same error without its traceback, which would keep every array of the frames where it passed; to be kept."""
+    cause = error.__cause__
+    try:
+        twin = type(error)(*error.args)
+    except Exception:
+        twin = StepAbortedError(f"{type(error).__name__}: {error}")
+    if isinstance(error, StepAbortedError) and cause is not None:
+        twin.__cause__ = detached(cause)
+    return twin
+
+
 @dataclass(slots=True)
 class _Offer:
     tensor: np.ndarray

@@ -15,7 +15,15 @@ import numpy as np
 
 from runtime.deadline import Deadline
 from runtime.errors import ConfigError, GraphError, StepAbortedError, UnknownGraphError
-from runtime.execution.rendezvous import Edge, LocalRendezvous, Rendezvous, make_key, parse_key, step_aborted
+from runtime.execution.rendezvous import (
+    Edge,
+    LocalRendezvous,
+    Rendezvous,
+    detached,
+    make_key,
+    parse_key,
+    step_aborted,
+)
 from runtime.future import Future
 from runtime.transport.base import Channel, Lease, Reply, Transport
 
@@ -339,7 +347,7 @@ class RendezvousManager:
             table = self._tables.pop(step, None)
             rendezvous = self._steps.pop(step, None)
             if step not in self._ended:
-                self._ended[step] = reason
+                self._ended[step] = None if reason is None else detached(reason)
                 if len(self._ended) > TOMBSTONES:
                     self._ended.popitem(last=False)
         over = reason if reason is not None else StepAbortedError(f"step {step:#x} is over on {self.task}")

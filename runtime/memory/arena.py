@@ -56,12 +56,13 @@ class Arena:
             self.fd = os.memfd_create("verbflow-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self.nbytes)
             _seal_size(self.fd)
-            self._map = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED)
+            mapping = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED)
         else:
-            self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = np.frombuffer(self._map, np.uint8)
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._map: mmap.mmap | None = mapping
+        self.memory = np.frombuffer(mapping, np.uint8)
         self.address = int(self.memory.ctypes.data)
         self._guard = threading.Lock()
         self._free: list[tuple[int, int]] = [(self.nbytes, 0)]  # (length, offset), sorted: best fit is a bisection
@@ -98,7 +99,7 @@ class Arena:
         """A tensor that gives its block back when the last view of it is gone."""
         block = self.allocate(spec.nbytes, label)
         # A view of a view keeps only the outermost owner alive, so the finalizer hangs on an owner of our own.
-        owner = np.frombuffer(self._map, np.uint8, count=max(1, spec.nbytes), offset=block.offset)
+        owner = np.frombuffer(self.memory.data, np.uint8, count=max(1, spec.nbytes), offset=block.offset)
         weakref.finalize(owner, self.free, block).atexit = False
         return _owned_view(owner, spec)
 
@@ -136,9 +137,11 @@ class Arena:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-        self.memory = self.memory[:0]
-        with contextlib.suppress(BufferError):  # views are alive: the mapping goes with the last of them
-            self._map.close()
+        self.memory = np.empty(0, np.uint8)
+        mapping, self._map = self._map, None
+        if mapping is not None:
+            with contextlib.suppress(BufferError):  # views are alive: the mapping goes with the last of them
+                mapping.close()
 
     def _insert_free(self, offset: int, length: int) -> None:
         bisect.insort(self._free, (length, offset))

@@ -101,6 +101,16 @@ def test_shared_memory_can_be_mapped_by_descriptor_but_not_shrunk():
     arena.close()
 
 
+def test_views_outlive_a_closed_arena():
+    arena = Arena(mmap.PAGESIZE)
+    block, tensor = arena.allocate(64), arena.tensor(TensorSpec((4,), np.dtype(np.float32)))
+    block.memory[:] = 7
+    tensor[:] = 3
+    arena.close()
+    assert (block.memory == 7).all()
+    assert (tensor == 3).all()
+
+
 def test_too_small_an_arena_is_refused():
     with pytest.raises(ConfigError, match="too small"):
         Arena(10)

@@ -348,7 +348,7 @@ def test_a_release_that_never_comes_is_a_deadline_error():
         DeadlineError, match=r"1 tensors sent in the step before are still being read: no answer for 0\.\d"
     ):
         executor.run(2, Held(), {}, Deadline.after(0.1))
-    assert executor.broken is not None
+    assert executor.broken
     executor.close()
 
 
@@ -381,7 +381,7 @@ def test_a_lost_peer_fails_the_step_with_what_was_awaited():
     thread.join()
     assert type(outcome[0]) is PeerLostError
     assert f"Recv of x0:0 from {A} failed after 0.0 s: connection reset" in str(outcome[0])
-    assert executor.broken is outcome[0]
+    assert "connection reset" in executor.broken
     executor.close()
 
 
@@ -396,7 +396,7 @@ def test_an_abort_from_outside_ends_a_pending_step():
     thread.join()
     assert isinstance(outcome[0], StepAbortedError)
     assert outcome[0].__cause__ is reason
-    assert executor.broken is not None
+    assert executor.broken
     executor.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from runtime.deadline import Deadline
 from runtime.errors import ConfigError, GraphError, PeerLostError, StepAbortedError, UnknownGraphError
-from runtime.execution.rendezvous import Edge, LocalRendezvous, make_key, parse_key, step_aborted
+from runtime.execution.rendezvous import Edge, LocalRendezvous, detached, make_key, parse_key, step_aborted
 from runtime.execution.step import (
     TOMBSTONES,
     FetchRoute,
@@ -98,6 +98,28 @@ def test_an_abort_passed_on_keeps_its_first_cause():
     again = step_aborted(2, step_aborted(1, first))
     assert again.__cause__ is first
     assert str(again) == "step 0x2 was given up: gone"
+
+
+def test_a_kept_error_lets_go_of_its_frames():
+    def fail():
+        local = np.zeros(10)
+        raise PeerLostError("gone", local.size)
+
+    with pytest.raises(PeerLostError) as caught:
+        fail()
+    twin = detached(caught.value)
+    assert type(twin) is PeerLostError
+    assert twin.args == ("gone", 10)
+    assert twin.__traceback__ is None
+    aborted = detached(step_aborted(3, caught.value))
+    assert isinstance(aborted.__cause__, PeerLostError)
+    assert aborted.__cause__.__traceback__ is None
+
+    class Odd(Exception):
+        def __init__(self):
+            super().__init__("never rebuilt from its arguments")
+
+    assert "never rebuilt" in str(detached(Odd()))
 
 
 class Peer:
