@@ -16,7 +16,7 @@ from typing import Any
 
 # Connections that end are ours to report, with the peer's name; gRPC's own lines would go to stderr beside them. It reads
 # this when it is imported.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 
