@@ -17,7 +17,7 @@ from runtime.errors import GraphError
 from runtime.future import Future, completed, failed
 from runtime.tensor import TensorSpec
 
-CHUNK_BYTES = 1 << 20  # stays in the second-level cache between the additions to it
+CHUNK_BYTES = 1 << 18  # stays in the second-level cache between the operations on it
 
 
 @dataclass(slots=True)
@@ -155,7 +155,10 @@ def mean_into(out: np.ndarray, gradients: list[np.ndarray]) -> None:
     """Mean of arrays of one spec, added from left to right, chunk by chunk so that memory is passed over once."""
     flat = out.reshape(-1)
     parts = [gradient.reshape(-1) for gradient in gradients]
-    count = flat.dtype.type(len(parts))
+    # Multiplying by the reciprocal is exact for a power of two, and several times faster than dividing.
+    exact = len(parts) & (len(parts) - 1) == 0
+    scale = flat.dtype.type(1 / len(parts) if exact else len(parts))
+    finish = np.multiply if exact else np.true_divide
     size = max(1, CHUNK_BYTES // flat.itemsize)
     for at in range(0, flat.size, size):
         chunk = flat[at : at + size]
@@ -165,4 +168,4 @@ def mean_into(out: np.ndarray, gradients: list[np.ndarray]) -> None:
         np.add(parts[0][at : at + size], parts[1][at : at + size], chunk)
         for part in parts[2:]:
             np.add(chunk, part[at : at + size], chunk)
-        np.true_divide(chunk, count, chunk)
+        finish(chunk, scale, chunk)

@@ -1,7 +1,7 @@
-"""Array ops: sources (placeholder, constant), changes of shape, slicing and joining, indexing.
+"""Array ops: changes of shape, slicing and joining, nodes for control edges.
 
-``from runtime.graph import array_ops as ops`` also gives the arithmetic of ``math_ops`` and ``reduction_ops``, so that one
-import is enough to write a model.
+``from runtime.graph import array_ops as ops`` also gives what the modules of sources, arithmetic, functions, comparisons,
+reductions and indexing define, so that one import is enough to write a model.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from runtime.errors import GraphError, ShapeError
+from runtime.errors import ShapeError
+from runtime.graph.comparison_ops import equal, greater, greater_equal, less, less_equal, not_equal, select
+from runtime.graph.function_ops import abs_, exp, log, neg, sigmoid, sqrt, square, tanh
 from runtime.graph.graph import Graph, Node, Output, current_graph
+from runtime.graph.index_ops import gather, one_hot
 from runtime.graph.math_ops import (
-    abs_,
+    Moved,
     add,
     add_n,
     apply,
@@ -26,45 +28,24 @@ from runtime.graph.math_ops import (
     check_count,
     check_same_dtype,
     div,
-    equal,
-    exp,
-    greater,
-    greater_equal,
-    less,
-    less_equal,
-    log,
     maximum,
     minimum,
     mul,
-    neg,
     normal_axis,
-    not_equal,
-    select,
-    sigmoid,
-    sqrt,
-    square,
     sub,
-    tanh,
 )
 from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
 from runtime.graph.reduction_ops import argmax, matmul, reduce_max, reduce_mean, reduce_sum, sum_to_shape
-from runtime.tensor import TensorSpec, dtype_of
+from runtime.graph.source_ops import Placeholder, constant, fill, ones_like, placeholder, zeros_like
+from runtime.tensor import TensorSpec
 
 __all__ = [
-    "abs_", "add", "add_n", "argmax", "broadcast_to", "cast", "concat", "constant", "div", "equal", "exp", "fill",
+    "Placeholder", "abs_", "add", "add_n", "argmax", "broadcast_to", "cast", "concat", "constant", "div", "equal", "exp", "fill",
     "gather", "greater", "greater_equal", "group", "identity", "less", "less_equal", "log", "matmul", "maximum",
     "minimum", "mul", "neg", "no_op", "not_equal", "one_hot", "ones_like", "pad", "placeholder", "reduce_max",
     "reduce_mean", "reduce_sum", "reshape", "select", "sigmoid", "slice_", "split", "sqrt", "square", "stop_gradient",
     "sub", "sum_to_shape", "tanh", "transpose", "zeros_like",
 ]  # fmt: skip
-
-
-class _Moved(Op):
-    """An op that moves elements and computes nothing."""
-
-    @staticmethod
-    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
-        return Cost(0, 2 * sum(spec.nbytes for spec in outputs))
 
 
 class _View(Op):
@@ -86,64 +67,6 @@ class _View(Op):
     @staticmethod
     def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
         return Cost(0, 0)
-
-
-class _Source(Op):
-    """An op without inputs whose output nobody computes in a step."""
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 0)
-        return [TensorSpec(tuple(attrs["shape"]), dtype_of(attrs["dtype"]))]
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        return None
-
-    @staticmethod
-    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
-        return Cost(0, 0)
-
-
-@register
-class Placeholder(_Source):
-    """A tensor that is fed each step, with ``shape`` and ``dtype``; the executor copies the fed value into it."""
-
-    stateful = True
-
-
-@register
-class Constant(_Source):
-    """The array ``value``."""
-
-    resident = True
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 0)
-        value = attrs["value"]
-        if not isinstance(value, np.ndarray):
-            raise ShapeError(f"value must be an array, not {type(value).__name__}")
-        return [TensorSpec.of(value)]
-
-    @staticmethod
-    def memory(attrs: Attrs, resources: Any) -> Sequence[np.ndarray]:
-        return [attrs["value"]]
-
-
-@register
-class Fill(_Source):
-    """``value`` (a number) in every element of ``shape``; takes no room in a serialised graph."""
-
-    resident = True
-
-    @staticmethod
-    def memory(attrs: Attrs, resources: Any) -> Sequence[np.ndarray]:
-        array = np.full(attrs["shape"], attrs["value"], dtype_of(attrs["dtype"]))
-        array.flags.writeable = False
-        return [array]
 
 
 @register
@@ -204,7 +127,7 @@ class Reshape(_View):
 
 
 @register
-class Transpose(_Moved):
+class Transpose(Moved):
     """Axis i of the output is axis ``perm[i]`` of the input."""
 
     @staticmethod
@@ -229,7 +152,7 @@ class Transpose(_Moved):
 
 
 @register
-class BroadcastTo(_Moved):
+class BroadcastTo(Moved):
     """Repeated to ``shape`` by numpy's rules."""
 
     @staticmethod
@@ -253,7 +176,7 @@ class BroadcastTo(_Moved):
 
 
 @register
-class Concat(_Moved):
+class Concat(Moved):
     """Inputs joined along ``axis``."""
 
     @staticmethod
@@ -285,7 +208,7 @@ class Concat(_Moved):
 
 
 @register
-class Split(_Moved):
+class Split(Moved):
     """Cut along ``axis`` into pieces of the given ``sizes``, one output each."""
 
     @staticmethod
@@ -317,7 +240,7 @@ class Split(_Moved):
 
 
 @register
-class Slice(_Moved):
+class Slice(Moved):
     """The ``size`` elements from ``begin`` on, along each axis."""
 
     @staticmethod
@@ -350,7 +273,7 @@ class Slice(_Moved):
 
 
 @register
-class Pad(_Moved):
+class Pad(Moved):
     """Zeros around: ``paddings`` holds before and after of each axis, flat."""
 
     @staticmethod
@@ -380,142 +303,6 @@ class Pad(_Moved):
     def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
         assert grads[0] is not None
         return [slice_(grads[0], node.attrs["paddings"][::2], node.inputs[0].shape)]
-
-
-@register
-class Gather(_Moved):
-    """Rows of the first input (embedding look-up), chosen by an integer tensor of any shape."""
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 2)
-        table, rows = inputs
-        if not table.shape:
-            raise ShapeError("cannot take rows of a scalar")
-        _check_indices(rows)
-        return [TensorSpec(rows.shape + table.shape[1:], table.dtype)]
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        (table, rows), (out,) = inputs, outputs
-        check = _index_check(rows, len(table), context.node)
-
-        def gather_() -> None:
-            check()
-            np.take(table, rows, 0, out, "clip")  # "raise" would gather into a temporary copy first
-
-        return gather_
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        assert grads[0] is not None
-        table, rows = node.inputs
-        return [graph.add("GatherGrad", rows, grads[0], rows=table.shape[0]).out, None]
-
-
-@register
-class GatherGrad(_Moved):
-    """Gradient of Gather: a dense table of ``rows`` rows into which rows of the second input are added, in order."""
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 2)
-        indices, grad = inputs
-        _check_indices(indices)
-        rank = len(indices.shape)
-        if grad.shape[:rank] != indices.shape:
-            raise ShapeError(f"gradient of shape {grad.shape} does not begin with the indices' {indices.shape}")
-        return [TensorSpec((attrs["rows"], *grad.shape[rank:]), grad.dtype)]
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        (indices, grad), (out,) = inputs, outputs
-        check = _index_check(indices, len(out), context.node)
-        flat = indices.reshape(-1)
-        rows = grad.reshape(flat.size, -1) if flat.size else grad.reshape(0, 1)
-        table = out.reshape(len(out), -1) if out.size else out.reshape(len(out), 0)
-
-        def gather_grad() -> None:
-            check()
-            out.fill(0)
-            for at, row in zip(flat.tolist(), rows):
-                target = table[at]
-                np.add(target, row, target)
-
-        return gather_grad
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        assert grads[0] is not None
-        return [None, gather(grads[0], node.inputs[0])]
-
-
-def _check_indices(spec: TensorSpec) -> None:
-    if spec.dtype.kind not in "iu":
-        raise ShapeError(f"indices must be integers, not {spec.dtype.name}")
-
-
-def _index_check(indices: np.ndarray, count: int, node: str) -> Call:
-    """A call that raises GraphError, naming the node, if an index is not a row of ``count``."""
-    if indices.size == 0:
-        return lambda: None
-    smallest, largest = partial(np.minimum.reduce, indices, None), partial(np.maximum.reduce, indices, None)
-
-    def check() -> None:
-        if smallest() < 0 or largest() >= count:
-            raise GraphError(
-                f"node {node}: index {indices.min()} or {indices.max()} is not a row of a table of {count}"
-            )
-
-    return check
-
-
-@register
-class OneHot(Op):
-    """1 at position ``indices`` of a new last axis of size ``depth`` and 0 elsewhere; an index outside gives zeros."""
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 1)
-        _check_indices(inputs[0])
-        return [TensorSpec((*inputs[0].shape, attrs["depth"]), dtype_of(attrs["dtype"]))]
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        columns = np.arange(attrs["depth"]).astype(inputs[0].dtype)
-        return partial(np.equal, inputs[0][..., np.newaxis], columns, outputs[0], casting="unsafe")
-
-
-def placeholder(shape: Sequence[int], dtype: Any = np.float32, name: str | None = None) -> Output:
-    """A tensor that is fed. Added to the current graph (``Graph.as_default``)."""
-    return current_graph().add("Placeholder", name=name, shape=tuple(shape), dtype=dtype_of(dtype)).out
-
-
-def constant(value: Any, dtype: Any = None, name: str | None = None) -> Output:
-    """A fixed array, in the current graph. Python floats become float32 unless ``dtype`` says otherwise; arrays keep theirs."""
-    if dtype is None and not isinstance(value, np.ndarray | np.generic):
-        natural = np.asarray(value).dtype
-        dtype = np.float32 if natural.kind == "f" else natural
-    return current_graph().add("Constant", name=name, value=np.array(value, dtype)).out
-
-
-def fill(shape: Sequence[int], value: float, dtype: Any = np.float32, name: str | None = None) -> Output:
-    """One number in every element, in the current graph."""
-    return current_graph().add("Fill", name=name, shape=tuple(shape), value=value, dtype=dtype_of(dtype)).out
-
-
-def zeros_like(x: Output, name: str | None = None) -> Output:
-    return x.graph.add("Fill", name=name, shape=x.shape, value=0, dtype=x.dtype).out
-
-
-def ones_like(x: Output, name: str | None = None) -> Output:
-    return x.graph.add("Fill", name=name, shape=x.shape, value=1, dtype=x.dtype).out
 
 
 def identity(x: Output, name: str | None = None) -> Output:
@@ -577,12 +364,3 @@ def slice_(x: Output, begin: Sequence[int], size: Sequence[int], name: str | Non
 def pad(x: Output, paddings: Sequence[Sequence[int]], name: str | None = None) -> Output:
     """Zeros around ``x``: (before, after) for each axis."""
     return apply("Pad", x, name=name, paddings=tuple(size for pair in paddings for size in pair))
-
-
-def gather(table: Output, indices: Output, name: str | None = None) -> Output:
-    """Rows of ``table``; an index outside of it fails the step."""
-    return apply("Gather", table, indices, name=name)
-
-
-def one_hot(indices: Output, depth: int, dtype: Any = np.float32, name: str | None = None) -> Output:
-    return apply("OneHot", indices, name=name, depth=depth, dtype=dtype_of(dtype))

@@ -1,4 +1,4 @@
-"""Elementwise ops: arithmetic with numpy's broadcasting, functions, comparisons, selection, casts.
+"""Arithmetic: elementwise ops of two tensors with numpy's broadcasting, sums of several, casts; checks for shape rules.
 
 Inputs of one op have one dtype; nothing is promoted, because a silent float64 doubles what goes over the wire. Kernels
 are mostly ``functools.partial`` over a numpy ufunc with its output bound, which is the cheapest call without arguments
@@ -60,37 +60,15 @@ def matched(grad: Output | None, source: Output) -> Output | None:
     return grad.graph.add("SumTo", grad, shape=source.shape).out
 
 
-class _Unary(Op):
-    """Elementwise, floating, one input."""
-
-    inplace = ((0, 0),)
-    function: ClassVar[Callable[..., Any]]
+class Moved(Op):
+    """An op that moves elements and computes nothing."""
 
     @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 1)
-        check_floating(inputs[0])
-        return [inputs[0]]
-
-    @classmethod
-    def compile(  # type: ignore[override]
-        cls, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        return partial(cls.function, inputs[0], outputs[0])
+    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
+        return Cost(0, 2 * sum(spec.nbytes for spec in outputs))
 
 
-class _Signed(_Unary):
-    """Elementwise, any number, one input."""
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 1)
-        if inputs[0].dtype.kind == "b":
-            raise ShapeError("needs numbers, not bool")
-        return [inputs[0]]
-
-
-class _Binary(Op):
+class Binary(Op):
     """Elementwise with broadcasting, two inputs of one dtype."""
 
     inplace: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0), (1, 0))
@@ -111,20 +89,8 @@ class _Binary(Op):
         return partial(cls.function, inputs[0], inputs[1], outputs[0])
 
 
-class _Comparison(_Binary):
-    """Elementwise with broadcasting, gives bool."""
-
-    inplace = ()
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 2)
-        check_same_dtype(inputs)
-        return [TensorSpec(broadcast_shape(inputs[0].shape, inputs[1].shape), np.dtype(bool))]
-
-
 @register
-class Add(_Binary):
+class Add(Binary):
     function = np.add
 
     @staticmethod
@@ -133,7 +99,7 @@ class Add(_Binary):
 
 
 @register
-class Sub(_Binary):
+class Sub(Binary):
     function = np.subtract
 
     @staticmethod
@@ -147,7 +113,7 @@ class Sub(_Binary):
 
 
 @register
-class Mul(_Binary):
+class Mul(Binary):
     function = np.multiply
 
     @staticmethod
@@ -159,12 +125,12 @@ class Mul(_Binary):
 
 
 @register
-class Div(_Binary):
+class Div(Binary):
     function = np.true_divide
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        specs = _Binary.infer(inputs, attrs)
+        specs = Binary.infer(inputs, attrs)
         check_floating(specs[0])
         return specs
 
@@ -177,7 +143,7 @@ class Div(_Binary):
         return [matched(by_a, a), matched(-(by_a * node.out), b)]
 
 
-class _Extremum(_Binary):
+class _Extremum(Binary):
     comparison: ClassVar[str]
 
     @classmethod
@@ -210,185 +176,6 @@ class Maximum(_Extremum):
 class Minimum(_Extremum):
     function = np.minimum
     comparison = "LessEqual"
-
-
-@register
-class Neg(_Signed):
-    function = np.negative
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        assert grads[0] is not None
-        return [-grads[0]]
-
-
-@register
-class Abs(_Signed):
-    function = np.absolute
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        specs = _Signed.infer(inputs, attrs)
-        if specs[0].dtype.kind == "c":
-            raise ShapeError(f"needs real numbers, not {specs[0].dtype.name}")
-        return specs
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        (g,) = grads
-        assert g is not None
-        (x,) = node.inputs
-        negative = graph.add("Less", x, graph.as_output(0, x.dtype)).out
-        return [graph.add("Select", negative, -g, g).out]
-
-
-@register
-class Exp(_Unary):
-    function = np.exp
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        assert grads[0] is not None
-        return [grads[0] * node.out]
-
-
-@register
-class Log(_Unary):
-    function = np.log
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        assert grads[0] is not None
-        return [grads[0] / node.inputs[0]]
-
-
-@register
-class Sqrt(_Unary):
-    function = np.sqrt
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        assert grads[0] is not None
-        return [grads[0] * 0.5 / node.out]
-
-
-@register
-class Square(_Signed):
-    function = np.square
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        assert grads[0] is not None
-        return [grads[0] * 2 * node.inputs[0]]
-
-
-@register
-class Tanh(_Unary):
-    function = np.tanh
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        assert grads[0] is not None
-        return [graph.add("TanhGrad", node.out, grads[0]).out]
-
-
-@register
-class Sigmoid(_Unary):
-    @classmethod
-    def compile(
-        cls, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        (x,), (y,) = inputs, outputs
-        half = y.dtype.type(0.5)
-
-        def sigmoid() -> None:  # by way of tanh, which cannot overflow
-            np.multiply(x, half, y)
-            np.tanh(y, y)
-            np.multiply(y, half, y)
-            np.add(y, half, y)
-
-        return sigmoid
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        assert grads[0] is not None
-        return [graph.add("SigmoidGrad", node.out, grads[0]).out]
-
-    @staticmethod
-    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
-        return Cost(4 * outputs[0].size, inputs[0].nbytes + outputs[0].nbytes)
-
-
-class _FromOutput(Op):
-    """Gradient of a function whose derivative follows from its value: inputs (value, gradient of it)."""
-
-    inplace = ((0, 0),)
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 2)
-        check_floating(inputs[0])
-        if inputs[0] != inputs[1]:
-            raise ShapeError(f"{inputs[0]} and {inputs[1]} differ")
-        return [inputs[0]]
-
-    @staticmethod
-    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
-        return Cost(3 * outputs[0].size, 3 * outputs[0].nbytes)
-
-
-@register
-class TanhGrad(_FromOutput):
-    """(1 - y^2) g"""
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        (y, g), (out,) = inputs, outputs
-        one = out.dtype.type(1)
-
-        def tanh_grad() -> None:
-            np.multiply(y, y, out)
-            np.subtract(one, out, out)
-            np.multiply(out, g, out)
-
-        return tanh_grad
-
-
-@register
-class SigmoidGrad(_FromOutput):
-    """y (1 - y) g, computed as (y - y^2) g so that it may run in place of y"""
-
-    @staticmethod
-    def workspace(inputs: Sequence[TensorSpec], attrs: Attrs, threads: int) -> int:
-        return _block(inputs[0]) * inputs[0].dtype.itemsize
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        y, g, out = inputs[0].reshape(-1), inputs[1].reshape(-1), outputs[0].reshape(-1)
-        step = _block(TensorSpec.of(y))
-        rest = context.workspace((step,), y.dtype)
-        one = out.dtype.type(1)
-        parts = [
-            (y[at : at + step], g[at : at + step], out[at : at + step], rest[: min(step, y.size - at)])
-            for at in range(0, y.size, max(1, step))
-        ]
-
-        def sigmoid_grad() -> None:
-            for value, grad, result, part in parts:
-                np.subtract(one, value, part)
-                np.multiply(part, value, part)
-                np.multiply(part, grad, result)
-
-        return sigmoid_grad
-
-
-def _block(spec: TensorSpec) -> int:
-    """Elements of a block that stays in the second-level cache beside its neighbours."""
-    return min(spec.size, (1 << 17) // spec.dtype.itemsize)
 
 
 @register
@@ -432,75 +219,6 @@ class AddN(Op):
     @staticmethod
     def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
         return Cost((len(inputs) - 1) * outputs[0].size, (len(inputs) + 1) * outputs[0].nbytes)
-
-
-@register
-class Equal(_Comparison):
-    function = np.equal
-
-
-@register
-class NotEqual(_Comparison):
-    function = np.not_equal
-
-
-@register
-class Less(_Comparison):
-    function = np.less
-
-
-@register
-class LessEqual(_Comparison):
-    function = np.less_equal
-
-
-@register
-class Greater(_Comparison):
-    function = np.greater
-
-
-@register
-class GreaterEqual(_Comparison):
-    function = np.greater_equal
-
-
-@register
-class Select(_Binary):
-    """Elementwise with broadcasting: the second input where the first (bool) is true, the third elsewhere."""
-
-    inplace = ()
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 3)
-        if inputs[0].dtype != np.dtype(bool):
-            raise ShapeError(f"the condition must be bool, not {inputs[0].dtype.name}")
-        check_same_dtype(inputs[1:])
-        return [TensorSpec(broadcast_shape(*(spec.shape for spec in inputs)), inputs[1].dtype)]
-
-    @classmethod
-    def compile(
-        cls, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        (condition, a, b), (out,) = inputs, outputs
-
-        def select() -> None:
-            np.copyto(out, b)
-            np.copyto(out, a, where=condition)
-
-        return select
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        condition, a, b = node.inputs
-        (g,) = grads
-        assert g is not None
-        zero = graph.as_output(0, g.dtype)
-        return [
-            None,
-            matched(graph.add("Select", condition, g, zero).out, a),
-            matched(graph.add("Select", condition, zero, g).out, b),
-        ]
 
 
 @register
@@ -560,73 +278,9 @@ def minimum(a: Any, b: Any, name: str | None = None) -> Output:
     return apply("Minimum", a, b, name=name)
 
 
-def neg(x: Output, name: str | None = None) -> Output:
-    return apply("Neg", x, name=name)
-
-
-def abs_(x: Output, name: str | None = None) -> Output:
-    return apply("Abs", x, name=name)
-
-
-def exp(x: Output, name: str | None = None) -> Output:
-    return apply("Exp", x, name=name)
-
-
-def log(x: Output, name: str | None = None) -> Output:
-    """Natural logarithm."""
-    return apply("Log", x, name=name)
-
-
-def sqrt(x: Output, name: str | None = None) -> Output:
-    return apply("Sqrt", x, name=name)
-
-
-def square(x: Output, name: str | None = None) -> Output:
-    return apply("Square", x, name=name)
-
-
-def tanh(x: Output, name: str | None = None) -> Output:
-    return apply("Tanh", x, name=name)
-
-
-def sigmoid(x: Output, name: str | None = None) -> Output:
-    return apply("Sigmoid", x, name=name)
-
-
 def add_n(values: Sequence[Output], name: str | None = None) -> Output:
     """Sum of tensors of one shape, from left to right."""
     return apply("AddN", *values, name=name)
-
-
-def equal(a: Any, b: Any, name: str | None = None) -> Output:
-    return apply("Equal", a, b, name=name)
-
-
-def not_equal(a: Any, b: Any, name: str | None = None) -> Output:
-    return apply("NotEqual", a, b, name=name)
-
-
-def less(a: Any, b: Any, name: str | None = None) -> Output:
-    return apply("Less", a, b, name=name)
-
-
-def less_equal(a: Any, b: Any, name: str | None = None) -> Output:
-    return apply("LessEqual", a, b, name=name)
-
-
-def greater(a: Any, b: Any, name: str | None = None) -> Output:
-    return apply("Greater", a, b, name=name)
-
-
-def greater_equal(a: Any, b: Any, name: str | None = None) -> Output:
-    return apply("GreaterEqual", a, b, name=name)
-
-
-def select(condition: Output, a: Any, b: Any, name: str | None = None) -> Output:
-    """``a`` where ``condition`` (bool) is true, ``b`` elsewhere; all three broadcast."""
-    like = next((value for value in (a, b) if isinstance(value, Output)), None)
-    graph, dtype = condition.graph, like.dtype if like is not None else None
-    return graph.add("Select", condition, graph.as_output(a, dtype), graph.as_output(b, dtype), name=name).out
 
 
 def cast(x: Output, dtype: Any, name: str | None = None) -> Output:

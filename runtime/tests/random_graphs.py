@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,8 +16,17 @@ from runtime.graph.initialisers import uniform
 
 DEVICES = ("/job:ps/task:0", "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1")
 SIZE = 3
-_UNARY = (ops.tanh, ops.sigmoid, ops.neg, ops.square, ops.identity, ops.transpose, ops.stop_gradient, ops.abs_)
-_BINARY = (ops.add, ops.sub, ops.mul, ops.matmul, ops.maximum)
+_UNARY: tuple[Callable[[Output], Output], ...] = (
+    ops.tanh,
+    ops.sigmoid,
+    ops.neg,
+    ops.square,
+    ops.identity,
+    ops.transpose,
+    ops.stop_gradient,
+    ops.abs_,
+)
+_BINARY: tuple[Callable[[Output, Output], Output], ...] = (ops.add, ops.sub, ops.mul, ops.matmul, ops.maximum)
 
 
 @dataclass

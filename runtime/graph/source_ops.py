@@ -1,0 +1,98 @@
+"""Sources: placeholders, which are fed, and constants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from runtime.errors import ShapeError
+from runtime.graph.graph import Output, current_graph
+from runtime.graph.math_ops import check_count
+from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
+from runtime.tensor import TensorSpec, dtype_of
+
+
+class _Source(Op):
+    """An op without inputs whose output nobody computes in a step."""
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 0)
+        return [TensorSpec(tuple(attrs["shape"]), dtype_of(attrs["dtype"]))]
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        return None
+
+    @staticmethod
+    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
+        return Cost(0, 0)
+
+
+@register
+class Placeholder(_Source):
+    """A tensor that is fed each step, with ``shape`` and ``dtype``; the executor copies the fed value into it."""
+
+    stateful = True
+
+
+@register
+class Constant(_Source):
+    """The array ``value``."""
+
+    resident = True
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 0)
+        value = attrs["value"]
+        if not isinstance(value, np.ndarray):
+            raise ShapeError(f"value must be an array, not {type(value).__name__}")
+        return [TensorSpec.of(value)]
+
+    @staticmethod
+    def memory(attrs: Attrs, resources: Any) -> Sequence[np.ndarray]:
+        return [attrs["value"]]
+
+
+@register
+class Fill(_Source):
+    """``value`` (a number) in every element of ``shape``; takes no room in a serialised graph."""
+
+    resident = True
+
+    @staticmethod
+    def memory(attrs: Attrs, resources: Any) -> Sequence[np.ndarray]:
+        array = np.full(attrs["shape"], attrs["value"], dtype_of(attrs["dtype"]))
+        array.flags.writeable = False
+        return [array]
+
+
+def placeholder(shape: Sequence[int], dtype: Any = np.float32, name: str | None = None) -> Output:
+    """A tensor that is fed. Added to the current graph (``Graph.as_default``)."""
+    return current_graph().add("Placeholder", name=name, shape=tuple(shape), dtype=dtype_of(dtype)).out
+
+
+def constant(value: Any, dtype: Any = None, name: str | None = None) -> Output:
+    """A fixed array, in the current graph. Python floats become float32 unless ``dtype`` says otherwise; arrays keep theirs."""
+    if dtype is None and not isinstance(value, np.ndarray | np.generic):
+        natural = np.asarray(value).dtype
+        dtype = np.float32 if natural.kind == "f" else natural
+    return current_graph().add("Constant", name=name, value=np.array(value, dtype)).out
+
+
+def fill(shape: Sequence[int], value: float, dtype: Any = np.float32, name: str | None = None) -> Output:
+    """One number in every element, in the current graph."""
+    return current_graph().add("Fill", name=name, shape=tuple(shape), value=value, dtype=dtype_of(dtype)).out
+
+
+def zeros_like(x: Output, name: str | None = None) -> Output:
+    return x.graph.add("Fill", name=name, shape=x.shape, value=0, dtype=x.dtype).out
+
+
+def ones_like(x: Output, name: str | None = None) -> Output:
+    return x.graph.add("Fill", name=name, shape=x.shape, value=1, dtype=x.dtype).out
