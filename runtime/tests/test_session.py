@@ -63,11 +63,8 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
         return
     with cluster() as servers:
         worker = servers[WORKER]
-        if request.param == "server":
-            made = Session(Graph(), worker)
-        else:
-            made = Session(Graph(), worker.cluster, token="t")
-        with made:
+        target = worker if request.param == "server" else worker.cluster
+        with Session(Graph(), target, token="t") as made:
             yield made
 
 
@@ -157,7 +154,7 @@ def test_steps_of_many_threads_do_not_mix(session: Session) -> None:
 
 def test_a_closed_session_says_so() -> None:
     graph = Graph()
-    total, x, added = counter(graph)
+    _, x, added = counter(graph)
     session = Session(graph)
     session.close()
     session.close()
