@@ -13,6 +13,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -536,6 +537,8 @@ def _rank_whose_peer_is_stopped(rank: Rank, name: str) -> None:
         peer = rank.exchange()[1]
         os.kill(peer, signal.SIGSTOP)
         try:
+            # A peer that runs on another processor stops a moment later, and may answer in it.
+            assert eventually(lambda: Path(f"/proc/{peer}/stat").read_text().rpartition(")")[2].split()[0] == "T")
             for seconds in (0.3, 2.5):
                 error = end.channel.fetch("key", deadline=Deadline.after(seconds)).exception(Deadline.after(10))
                 assert isinstance(error, (DeadlineError, PeerLostError)), repr(error)
