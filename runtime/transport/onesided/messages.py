@@ -149,7 +149,7 @@ def decode_fetch(message: memoryview) -> Fetch:
         raise CorruptMessageError(f"FETCH of {size} bytes is shorter than {FETCH_BYTES}")
     _, _, _, request, addr, nbytes, key, limit, chunk, mode, spec_size, key_size = _FETCH.unpack_from(message)
     spec_end = FETCH_BYTES + spec_size
-    if spec_end + key_size != size or not 0 < key_size <= MAX_KEY_BYTES:
+    if spec_end + key_size != size or key_size > MAX_KEY_BYTES:
         raise CorruptMessageError(f"FETCH of {size} bytes announces {spec_size} of shape and {key_size} of key")
     if not 1 <= mode <= 6 or request > MAX_REQUEST:
         raise CorruptMessageError(f"FETCH of mode {mode}, request {request}")

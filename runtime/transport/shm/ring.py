@@ -32,6 +32,7 @@ _MESSAGE, _IMMEDIATE = 1, 2
 _ONE = 1 << 40
 _VALUE = _ONE - 1
 _LAP_MASK = 0xFFFF
+_NO_WORDS = memoryview(bytearray(CONTROL_BYTES)).cast("Q")
 _OP_MESSAGE, _OP_IMMEDIATE = Op.MESSAGE, Op.IMMEDIATE
 _NOTHING: list[Completion] = []
 # NamedTuple's own constructor is a Python function of 0.2 us.
@@ -51,8 +52,7 @@ class _Ring:
         self.slots = slots
         self.stride = stride
         self.max_payload = stride - _WORD_BYTES
-        self._mapping = mmap.mmap(fd, ring_bytes(slots, stride), flags=mmap.MAP_SHARED)
-        self._memory = memoryview(self._mapping)
+        self._memory = memoryview(mmap.mmap(fd, ring_bytes(slots, stride), flags=mmap.MAP_SHARED))
         self._words = self._memory.cast("Q")
         self._mask = slots - 1
         self._words_a_slot = stride // 8
@@ -61,12 +61,11 @@ class _Ring:
         self._fence = threading.Lock()
 
     def close(self) -> None:
-        """Unmap. Calls of ``arm`` and ``disarm`` afterwards do nothing."""
-        words, self._words = self._words, memoryview(bytearray(CONTROL_BYTES)).cast("Q")
-        words.release()
-        self._memory.release()
-        with contextlib.suppress(BufferError):  # a payload is still being looked at; it goes with that
-            self._mapping.close()
+        """Let the mapping go with the last view of it: another thread may be looking at a word just now. ``arm``, ``disarm``
+        and ``ready`` do nothing afterwards."""
+        self._at = 0
+        self._words = _NO_WORDS
+        self._memory = _NO_WORDS.cast("B")
 
 
 class Receiver(_Ring):
@@ -133,6 +132,7 @@ class Receiver(_Ring):
 
     def close(self) -> None:
         super().close()
+        self._lap = -1
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -48,6 +48,7 @@ class ShmTransport(OneSidedTransport):
     name = "shm"
 
     def __init__(self, options: Options, arena: Arena, tracer: Tracer | None = None) -> None:
+        options.settings(self.name, self.settings_class)  # a wrong setting is the likelier mistake
         if arena.fd is None:
             raise ConfigError("transport shm needs an arena that can be shared: Arena(nbytes, shared=True)")
         super().__init__(options, arena, tracer)
