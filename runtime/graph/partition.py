@@ -159,13 +159,13 @@ class _Cutter:
             self._own[node] = _Item((node.index, 1, 0), node)
         for node in needed:
             self._cut(node)
-        local = {id(item.node) for item in self._repeated.values()}
+        repeated = {node for node, _ in self._repeated}
         used = {
             value.node for node in needed for value in node.inputs if self._device(value.node) == self._device(node)
         }
         for node in needed:
             # A repeated constant stays at its own place only if somebody there wants it.
-            if id(node) not in local or node in used or node in fetched:
+            if node not in repeated or node in used or node in fetched:
                 self._items.setdefault(self._device(node), []).append(self._own[node])
         return self._build(fetches)
 

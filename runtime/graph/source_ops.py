@@ -67,7 +67,9 @@ class Fill(_Source):
 
     @staticmethod
     def memory(attrs: Attrs, resources: Any) -> Sequence[np.ndarray]:
-        array = np.full(attrs["shape"], attrs["value"], dtype_of(attrs["dtype"]))
+        shape, value, dtype = attrs["shape"], attrs["value"], dtype_of(attrs["dtype"])
+        # Zeros that nobody writes are one page of the kernel's, mapped often.
+        array = np.full(shape, value, dtype) if value or np.signbit(value) else np.zeros(shape, dtype)
         array.flags.writeable = False
         return [array]
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import GraphError
+from runtime.execution.local import LocalEngine
 from runtime.execution.resources import Resources
 from runtime.graph import array_ops as ops
 from runtime.graph import state_ops as state
@@ -77,6 +78,26 @@ def test_a_partition_survives_its_journey(drawn: Drawn) -> None:
         assert (there.sends, there.recvs) == (part.sends, part.recvs)
         assert [value.name for value in there.fetches.values()] == [value.name for value in part.fetches.values()]
         assert list(there.feeds) == list(part.feeds)
+
+
+@settings(max_examples=30)
+@given(graphs(max_nodes=40))
+def test_the_executor_gives_the_same_bits_step_after_step(drawn: Drawn) -> None:
+    pruned = prune(drawn.graph, drawn.fetches, drawn.targets)
+    resources = Resources()
+    feeds = {drawn.graph.node(name).out: value for name, value in drawn.feeds.items()}
+    engine = LocalEngine(drawn.graph, threads=1, poison=True)
+    try:
+        for _ in range(3):
+            wanted = evaluate(pruned.graph, [pruned.outputs[value] for value in drawn.fetches], drawn.feeds, resources)
+            got = engine.run([*drawn.fetches, *drawn.targets], feeds)[: len(wanted)]
+            assert [value.tobytes() for value in got if value is not None] == [value.tobytes() for value in wanted]
+            held = engine.resources.variables()
+            assert {name: array.tobytes() for name, array in held.items()} == {
+                name: array.tobytes() for name, array in resources.variables().items()
+            }
+    finally:
+        engine.close()
 
 
 def test_readers_of_a_tensor_on_one_device_share_one_recv(graph: Graph) -> None:
