@@ -160,6 +160,8 @@ def perform(folder: Path, plan: Plan, place: Place, progress: Progress) -> dict[
                 choice=place.choice,
                 timeout=seconds,
                 writable=[folder],
+                # The runner's own numpy is what its forks inherit.
+                environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 echo=_echo,
             )
         except vm.GuestError as error:

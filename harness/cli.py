@@ -193,8 +193,13 @@ def plan(name: str, profile: str | None, pairs: tuple[str, ...], rounds: int | N
 @_told
 def run(name: str, profile: str | None, pairs: tuple[str, ...], rounds: int | None, resume: bool, as_json: bool) -> int:
     """Run an experiment; ends with a table, pictures, a report and a verdict."""
+    import signal
+
     from harness import campaign, store
     from harness.progress import Silent, for_stream
+
+    # Somebody's `kill` or a time limit must take the ranks and the guest down too, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     experiment, place, note = _resolve(name, profile, forgiving=True)
     made = campaign.make_plan(experiment, _settings(pairs), place, rounds)

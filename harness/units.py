@@ -54,7 +54,7 @@ def format_bytes(nbytes: float) -> str:
     """``64 KiB`` where that is exact, ``246.6 MB`` otherwise."""
     whole = int(nbytes)
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if whole == nbytes and whole and whole % size == 0:
+        if whole == nbytes and 0 < whole < 10_000 * size and whole % size == 0:
             return f"{whole // size} {unit}"
     for unit, decimal in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(nbytes) >= decimal:

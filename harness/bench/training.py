@@ -127,6 +127,9 @@ class Training(Benchmark):
                     touch=True,
                 )
             )
+            # A step takes as long as it takes: under emulation a busy task answers no heartbeat for many seconds. One that
+            # died is still found, for its connection is refused.
+            server.worker.health.timeout_s = max(server.worker.health.timeout_s, ctx.deadline.remaining())
             state = TrainingState(p, server, worker, stack)
             ctx.group.barrier()
             if worker >= 0:

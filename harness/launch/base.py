@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from harness.cell import ROOT, Cell
 from runtime.deadline import Deadline
@@ -27,6 +27,7 @@ from runtime.errors import ConfigError
 
 _CLASSES = {
     "local": "harness.launch.local:LocalLauncher",
+    "fork": "harness.launch.fork:ForkLauncher",
     "netns": "harness.launch.netns:NetnsLauncher",
     "slurm": "harness.launch.slurm:SlurmLauncher",
     "mpi": "harness.launch.mpi:MpiLauncher",
@@ -70,10 +71,21 @@ class JobSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+class Process(Protocol):
+    """What a job needs of ``subprocess.Popen``."""
+
+    pid: int
+    returncode: Any
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
 class Job:
     """Ranks that run. Every rank has its own process group, so that what it started dies with it."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen], logs: Sequence[Path]) -> None:
+    def __init__(self, processes: Sequence[Process], logs: Sequence[Path]) -> None:
         self._processes = list(processes)
         self._logs = list(logs)
 
@@ -167,14 +179,7 @@ class Launcher(ABC):
     def start(self, job: JobSpec) -> Job:
         """Start all ranks. If one cannot be started, those that were are killed."""
         specs = self.specs(job)
-        content = {
-            "cell": job.cell.to_json(),
-            "size": job.size,
-            "hosts": [spec.host for spec in specs],
-            "spread": self.spread,
-        }
-        (job.folder / "job.json").write_text(json.dumps(content))
-        job.logs.mkdir(parents=True, exist_ok=True)
+        self.describe(job, specs)
         token = secrets.token_hex(16)
         processes: list[subprocess.Popen] = []
         logs: list[Path] = []
@@ -202,6 +207,17 @@ class Launcher(ABC):
             Job(processes, logs).kill()
             raise
         return Job(processes, logs)
+
+    def describe(self, job: JobSpec, specs: Sequence[RankSpec]) -> None:
+        """Write what the ranks read, and make the place for their logs."""
+        content = {
+            "cell": job.cell.to_json(),
+            "size": job.size,
+            "hosts": [spec.host for spec in specs],
+            "spread": self.spread,
+        }
+        (job.folder / "job.json").write_text(json.dumps(content))
+        job.logs.mkdir(parents=True, exist_ok=True)
 
     def _cpus(self, rank: int) -> tuple[int, ...]:
         """``cpus`` = [[0], [1]] pins rank 0 to CPU 0 and rank 1 to CPU 1, and begins anew after the last."""

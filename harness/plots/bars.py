@@ -17,8 +17,9 @@ def speedup_bars(comparisons: pd.DataFrame, ax: Axes, *, mixed: bool = False) ->
     """
     places = np.arange(len(comparisons))
     speed = 1 / comparisons["ratio"].astype(float).to_numpy()
-    low, high = 1 / comparisons["high"].to_numpy(float), 1 / comparisons["low"].to_numpy(float)
-    high = np.where(np.isfinite(high), high, speed)
+    low, high = 1 / comparisons["high"].to_numpy(float), comparisons["low"].to_numpy(float)
+    # One round has no interval (0 to infinity): no bar of error then.
+    low, high = np.where(low > 0, low, speed), np.divide(1, high, out=speed.copy(), where=high > 0)
     colours = [palette.colour(name) for name in comparisons["contender"]]
     ax.bar(places, speed, color=colours, yerr=np.abs([speed - low, high - speed]), capsize=3, width=0.6)
     ax.axhline(1, color="0.4", linewidth=1)

@@ -47,7 +47,10 @@ def ratio_over_size(comparisons: pd.DataFrame, ax: Axes) -> Axes:
     """
     for name, line in _lines(comparisons.rename(columns={"contender": "transport"}), "transport"):
         speed = 1 / line["ratio"].astype(float)
-        error = np.abs(np.vstack([speed - 1 / line["high"], 1 / line["low"] - speed]).astype(float))
+        low, high = 1 / line["high"].to_numpy(float), line["low"].to_numpy(float)
+        # One round has no interval (0 to infinity): no bar of error then.
+        low, high = np.where(low > 0, low, speed), np.divide(1, high, out=speed.to_numpy().copy(), where=high > 0)
+        error = np.abs(np.vstack([speed - low, high - speed]))
         ax.errorbar(
             line["nbytes"],
             speed,
