@@ -21,6 +21,7 @@ from runtime.transport.onesided.edges import OutgoingEdges
 from runtime.transport.onesided.endpoint import Endpoint
 from runtime.transport.onesided.link import Link, Region
 from runtime.transport.onesided.messages import NO_REGION, Kind, Mode
+from runtime.transport.onesided.paper import Buffer, PaperReceiver
 from runtime.transport.onesided.protocol import choose, family, flat, flat_memory, spec_bytes
 from runtime.transport.onesided.registration import Registration
 from runtime.transport.pending import encode_key
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from runtime.transport.onesided.transport import OneSidedTransport
 
 
-class _Fetch:
+class Fetching:
     """A fetch under way. ``landing`` is the memory that the peer writes to or that a read fills, held until the
     peer has answered, whatever became of the future."""
 
@@ -41,6 +42,7 @@ class _Fetch:
     flat: memoryview | None = None
     received = 0
     registration: Registration | None = None
+    buffer: Buffer | None = None  # of the paper's protocols
     spec_bytes = b""
 
     def __init__(self, key: str, into: np.ndarray | None, mode: Mode, deadline: Deadline, future: Future[Any]) -> None:
@@ -57,17 +59,20 @@ class OneSidedChannel(Endpoint, Channel):
     def __init__(self, transport: OneSidedTransport, link: Link, peer: str) -> None:
         super().__init__(transport, link, peer)
         self._mode, self._eager_limit = choose(transport.settings, link)
+        # Fresh destinations up to this size are no arena memory: the bookkeeping would cost more than the eager copy.
+        self._small = min(self._eager_limit, transport.settings.eager_threshold)
         self._inflight = transport.settings.inflight
         self._whence = f"{peer} over {transport.name}"
         self._tracer = transport.tracer
         self._chunk = min(transport.settings.chunk_bytes, (1 << 32) - 1)
-        self._pending: dict[int, _Fetch] = {}
-        self._queued: deque[tuple[_Fetch, bytes]] = deque()  # beyond ``inflight``
+        self._pending: dict[int, Fetching] = {}
+        self._queued: deque[tuple[Fetching, bytes]] = deque()  # beyond ``inflight``
         self._leased: set[int] = set()
         self._next_request = 0
         self._metadata: OrderedDict[str, TensorSpec] = OrderedDict()
-        self._quarantine: list[_Fetch] = []
+        self._quarantine: list[Fetching] = []
         self._edges = OutgoingEdges(self)
+        self._paper = PaperReceiver(self)
         self._handle_by(
             {
                 Kind.EAGER: self._on_eager,
@@ -100,7 +105,7 @@ class OneSidedChannel(Endpoint, Channel):
     def _start(self, key: str, into: np.ndarray | None, mode: Mode, limit: int, deadline: Deadline) -> Future[Any]:
         key_bytes = encode_key(key)
         future: Future[Any] = Future(f"fetch of {key} from {self._whence}", self._drive)
-        fetch = _Fetch(key, into, mode, deadline, future)
+        fetch = Fetching(key, into, mode, deadline, future)
         if into is not None:
             flags = into.flags
             if not (flags.c_contiguous and flags.writeable):
@@ -127,7 +132,7 @@ class OneSidedChannel(Endpoint, Channel):
             tracer.record(Phase.REQUEST, key, 0, fetch.started_ns, time.monotonic_ns())
         return future
 
-    def _ask(self, fetch: _Fetch, key_bytes: bytes, region: Region, limit: int) -> None:
+    def _ask(self, fetch: Fetching, key_bytes: bytes, region: Region, limit: int) -> None:
         pending = self._pending
         request = self._next_request
         while request in pending or request in self._leased:
@@ -139,7 +144,7 @@ class OneSidedChannel(Endpoint, Channel):
         pending[request] = fetch
         self._send(messages.encode_fetch(request, fetch.mode, region, limit, self._chunk, fetch.spec_bytes, key_bytes))
 
-    def _destination(self, fetch: _Fetch, limit: int) -> Region:
+    def _destination(self, fetch: Fetching, limit: int) -> Region:
         """Where the peer shall write, if that is known and larger than what would come eagerly."""
         if fetch.into is None:
             spec = self._metadata.get(family(fetch.key))
@@ -151,7 +156,7 @@ class OneSidedChannel(Endpoint, Channel):
             return NO_REGION
         return self._expose(fetch)
 
-    def _expose(self, fetch: _Fetch) -> Region:
+    def _expose(self, fetch: Fetching) -> Region:
         """The region of ``landing``, which is ``into`` where a peer can reach that, and staging memory where not."""
         if fetch.landing is None:
             assert fetch.into is not None
@@ -167,19 +172,19 @@ class OneSidedChannel(Endpoint, Channel):
 
     def _fresh(self, spec: TensorSpec, key: str) -> np.ndarray:
         self.counters.allocations += 1
-        if spec.nbytes <= self.transport.settings.eager_threshold:
-            return np.empty(spec.shape, spec.dtype)  # the arena's bookkeeping would cost more than the copy
+        if spec.nbytes <= self._small:
+            return np.empty(spec.shape, spec.dtype)
         return self.transport.arena.tensor(spec, key)
 
     # Answers; the lock is held
 
-    def _pending_fetch(self, request: int, what: str) -> _Fetch:
+    def _pending_fetch(self, request: int, what: str) -> Fetching:
         fetch = self._pending.get(request)
         if fetch is None:
             raise CorruptMessageError(f"{what} from {self.peer} for request {request}, which is not pending")
         return fetch
 
-    def _target(self, fetch: _Fetch, spec: TensorSpec, data: bytes) -> np.ndarray | None:
+    def _target(self, fetch: Fetching, spec: TensorSpec, data: bytes) -> np.ndarray | None:
         """The array that ``spec`` goes to; None if the fetch failed because it has none."""
         if fetch.into is None:
             try:
@@ -228,7 +233,10 @@ class OneSidedChannel(Endpoint, Channel):
     def _on_metadata(self, message: memoryview) -> None:
         request, spec = messages.decode_metadata(message)
         fetch = self._pending_fetch(request, "METADATA")
-        if fetch.mode not in (Mode.WRITE, Mode.PAPER_WRITE):
+        if fetch.mode is Mode.PAPER_WRITE:
+            self._paper.announced(fetch, spec)
+            return
+        if fetch.mode is not Mode.WRITE:
             raise CorruptMessageError(f"METADATA from {self.peer} for a fetch that does not ask for it")
         self._conclude_exposure(fetch)
         self._remember(fetch.key, spec)
@@ -255,7 +263,10 @@ class OneSidedChannel(Endpoint, Channel):
         if fetch.mode is Mode.BORROW:
             self._lend(fetch, source, spec)
             return
-        if fetch.mode not in (Mode.READ, Mode.PAPER_READ):
+        if fetch.mode is Mode.PAPER_READ:
+            self._paper.offered(fetch, source, spec)
+            return
+        if fetch.mode is not Mode.READ:
             raise CorruptMessageError(f"OFFER from {self.peer} for a fetch that does not ask for it")
         if fetch.received != offset:
             raise CorruptMessageError(f"OFFER from {self.peer} at {offset}, not at {fetch.received}")
@@ -277,13 +288,13 @@ class OneSidedChannel(Endpoint, Channel):
             memory = memory[offset : offset + source.nbytes]
         self._read(memory, source, partial(self._read_done, fetch, spec.nbytes if last else 0))
 
-    def _read_done(self, fetch: _Fetch, nbytes: int, error: BaseException | None) -> None:
+    def _read_done(self, fetch: Fetching, nbytes: int, error: BaseException | None) -> None:
         if error is None and nbytes:
             self._send(messages.pack_header(Kind.RELEASE, 0, 0, fetch.request))
             assert fetch.landing is not None
             self._finish(fetch, fetch.landing, nbytes)
 
-    def _acquire(self, fetch: _Fetch) -> None:
+    def _acquire(self, fetch: Fetching) -> None:
         """Make ``landing`` usable as the local side of a read."""
         registrations = self.transport.registrations
         if registrations is not None and fetch.landing is not None:
@@ -292,7 +303,7 @@ class OneSidedChannel(Endpoint, Channel):
             except ValueError:
                 fetch.registration = registrations.acquire(fetch.landing)
 
-    def _lend(self, fetch: _Fetch, source: Region, spec: TensorSpec) -> None:
+    def _lend(self, fetch: Fetching, source: Region, spec: TensorSpec) -> None:
         if source.nbytes != spec.nbytes:
             raise CorruptMessageError(f"OFFER from {self.peer} of {source.nbytes} bytes to borrow {spec}")
         view = self.link.map(source)
@@ -320,17 +331,18 @@ class OneSidedChannel(Endpoint, Channel):
         fetch = self._pending_fetch(imm, "a write")
         if not fetch.exposed:
             raise CorruptMessageError(f"{self.peer} wrote for request {imm} without having been told where")
+        if fetch.mode is Mode.PAPER_WRITE:
+            self._paper.written(fetch)
+            return
         assert fetch.landing is not None
         array = fetch.landing
         if fetch.into is not None and array is not fetch.into:
             np.copyto(fetch.into, array)
             self.counters.copies += 1
             array = fetch.into
-        if fetch.mode is Mode.PAPER_WRITE:
-            self._send(messages.pack_header(Kind.RELEASE, 0, 0, fetch.request))
         self._finish(fetch, array, array.nbytes)
 
-    def _finish(self, fetch: _Fetch, result: Any, nbytes: int) -> None:
+    def _finish(self, fetch: Fetching, result: Any, nbytes: int) -> None:
         """The tensor is there."""
         self.counters.bytes_in += nbytes
         if fetch.mode is Mode.WRITE and fetch.into is None:
@@ -343,12 +355,12 @@ class OneSidedChannel(Endpoint, Channel):
             tracer.record(Phase.WIRE, fetch.key, 0, fetch.started_ns, time.monotonic_ns(), nbytes)
         self._over(fetch)
 
-    def _end(self, fetch: _Fetch, error: BaseException) -> None:
+    def _end(self, fetch: Fetching, error: BaseException) -> None:
         """The fetch fails, and the peer has no more to do with it."""
         self._after.append((fetch.future.set_exception, error))
         self._over(fetch)
 
-    def _over(self, fetch: _Fetch) -> None:
+    def _over(self, fetch: Fetching) -> None:
         del self._pending[fetch.request]
         if fetch.registration is not None:
             self._conclude_exposure(fetch)
@@ -360,7 +372,7 @@ class OneSidedChannel(Endpoint, Channel):
         if self._pending.pop(request, None) is not None:
             self._next_queued()
 
-    def _conclude_exposure(self, fetch: _Fetch) -> None:
+    def _conclude_exposure(self, fetch: Fetching) -> None:
         fetch.exposed = False
         registration, fetch.registration = fetch.registration, None
         if registration is not None:
@@ -410,4 +422,7 @@ class OneSidedChannel(Endpoint, Channel):
     def _quarantine_over(self) -> None:
         for fetch in self._quarantine:
             self._conclude_exposure(fetch)
+            if fetch.buffer is not None and fetch.buffer.key is None:
+                self._paper.buffers.give(fetch.buffer)
         self._quarantine.clear()
+        self._paper.buffers.close()

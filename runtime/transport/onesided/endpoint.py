@@ -54,7 +54,9 @@ class Endpoint:
         self._saying_bye = False
         self._closed = False
         self._goodbye: Future[None] = Future(f"goodbye of {peer}", self._drive)
-        self._post_send = link.post_send
+        settings = transport.settings
+        unregistered = settings.protocol.startswith("paper") and not settings.message_reuse
+        self._post_send = self._send_from_new_buffer if unregistered else link.post_send
         self._poll = link.poll
         self.peek = link.peek
         self._handlers: list[Callable[[memoryview], None]] = [self._on_unknown] * 256
@@ -213,7 +215,7 @@ class Endpoint:
         if self._owed >= self._report_at:
             message = messages.return_credits(message, self._owed)
         try:
-            self.link.post_send(message)
+            self._post_send(message)
         except BlockingIOError:
             return False
         if message.__class__ is bytearray:
@@ -221,6 +223,16 @@ class Endpoint:
         self._credits -= 1
         self.counters.messages_out += 1
         return True
+
+    def _send_from_new_buffer(self, message: bytes | bytearray | memoryview) -> None:
+        """The paper's protocols without message reuse: a message buffer is allocated and registered for each."""
+        buffer = self.link.allocate(len(message))
+        self.counters.registrations += 1
+        try:
+            buffer[:] = np.frombuffer(message, np.uint8)
+            self.link.post_send(buffer.data)
+        finally:
+            self.link.free(buffer)
 
     def _take_after(self) -> list[tuple[Callable[[Any], object], Any]]:
         after = self._after

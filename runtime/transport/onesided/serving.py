@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from runtime import wire
-from runtime.errors import ArenaFullError, CorruptMessageError, TransportError
+from runtime.errors import ArenaFullError, CorruptMessageError
 from runtime.future import Future
 from runtime.memory.arena import Block
 from runtime.tensor import TensorSpec
@@ -18,6 +18,7 @@ from runtime.transport.onesided import messages
 from runtime.transport.onesided.endpoint import Endpoint
 from runtime.transport.onesided.link import Link, Region
 from runtime.transport.onesided.messages import Fetch, Kind, Mode
+from runtime.transport.onesided.paper import Buffer, PaperSender
 from runtime.transport.onesided.protocol import flat, spec_bytes
 from runtime.transport.onesided.registration import Registration
 
@@ -30,15 +31,18 @@ _MAX_ACTIVE = (1 << 16) + 1
 _STAGING_CHUNK = 1 << 20
 
 
-class _Answer:
+class Answer:
     """A fetch to answer; the ``reply`` that is given to TensorSource.take."""
 
     # Defaults live in the class, so that making one sets only what differs.
     given = False
+    writing = False
     lease: Lease | None = None
     array: np.ndarray | None = None
     block: Block | None = None  # staging memory
     registration: Registration | None = None
+    buffer: Buffer | None = None  # of the paper's protocols, and the part of it that the tensor fills
+    memory: np.ndarray | None = None
 
     def __init__(self, endpoint: ServingEndpoint, fetch: Fetch) -> None:
         self.endpoint = endpoint
@@ -54,8 +58,9 @@ class ServingEndpoint(Endpoint):
     def __init__(self, transport: OneSidedTransport, link: Link, peer: str, source: TensorSource) -> None:
         super().__init__(transport, link, peer)
         self._source = source
-        self._active: dict[int, _Answer] = {}
-        self._quarantine: list[_Answer] = []
+        self._active: dict[int, Answer] = {}
+        self._paper = PaperSender(self)
+        self._quarantine: list[Answer] = []
         self._tickets = itertools.count(1)
         self._withdrawals: dict[int, tuple[Future[None], int]] = {}  # ticket -> (future, messages unanswered)
         self._handle_by(
@@ -70,7 +75,7 @@ class ServingEndpoint(Endpoint):
 
     # Fetches
 
-    def answer(self, answer: _Answer, outcome: Lease | BaseException) -> None:
+    def answer(self, answer: Answer, outcome: Lease | BaseException) -> None:
         """The source's reply; any thread, once."""
         with self._lock:
             if answer.given or self._reason is not None:
@@ -98,17 +103,17 @@ class ServingEndpoint(Endpoint):
         fetch = messages.decode_fetch(message)
         if fetch.request in self._active or len(self._active) >= _MAX_ACTIVE:
             raise CorruptMessageError(f"{self.peer} asks with request {fetch.request} twice, or too many at once")
-        answer = _Answer(self, fetch)
+        answer = Answer(self, fetch)
         self._active[fetch.request] = answer
         self._after.append((self._take, answer))
 
-    def _take(self, answer: _Answer) -> None:
+    def _take(self, answer: Answer) -> None:
         try:
             self._source.take(answer.fetch.key, answer)
         except Exception as error:
             self.answer(answer, error)
 
-    def _respond(self, answer: _Answer, array: np.ndarray) -> None:
+    def _respond(self, answer: Answer, array: np.ndarray) -> None:
         fetch = answer.fetch
         nbytes = array.nbytes
         if nbytes <= fetch.eager_limit:
@@ -124,9 +129,9 @@ class ServingEndpoint(Endpoint):
         elif mode in (Mode.READ, Mode.BORROW):
             self._offer(answer, array)
         else:
-            raise TransportError(f"fetch of mode {mode.name} is not served here")
+            self._paper.respond(answer, array)
 
-    def _respond_eagerly(self, answer: _Answer, array: np.ndarray) -> None:
+    def _respond_eagerly(self, answer: Answer, array: np.ndarray) -> None:
         request, data = answer.fetch.request, spec_bytes(array)
         room = self.link.max_message - messages.EAGER_BYTES - len(data)
         nbytes = array.nbytes
@@ -143,7 +148,7 @@ class ServingEndpoint(Endpoint):
         counters.copies += 1
         self._queue(_EagerStream(self, answer, flat(array), data, room).post)
 
-    def _write_to(self, answer: _Answer, into: Region) -> None:
+    def _write_to(self, answer: Answer, into: Region) -> None:
         array = answer.array
         assert array is not None
         if not array.flags.c_contiguous:
@@ -152,12 +157,12 @@ class ServingEndpoint(Endpoint):
         self._register(answer, array)
         self._write(flat(array), into, answer.fetch.request, partial(self._written, answer, array.nbytes))
 
-    def _written(self, answer: _Answer, nbytes: int, error: BaseException | None) -> None:
+    def _written(self, answer: Answer, nbytes: int, error: BaseException | None) -> None:
         if error is None and self._active.get(answer.fetch.request) is answer:
             self.counters.bytes_out -= nbytes  # _served counts them
             self._served(answer, nbytes)
 
-    def _register(self, answer: _Answer, array: np.ndarray) -> None:
+    def _register(self, answer: Answer, array: np.ndarray) -> None:
         if self.link.registers:
             try:
                 self.link.region(array)
@@ -165,7 +170,7 @@ class ServingEndpoint(Endpoint):
                 assert self.transport.registrations is not None
                 answer.registration = self.transport.registrations.acquire(array)
 
-    def _offer(self, answer: _Answer, array: np.ndarray) -> None:
+    def _offer(self, answer: Answer, array: np.ndarray) -> None:
         """Tell where the tensor lies; if it does not lie where a peer can read it, copy it there piece by piece."""
         request, data = answer.fetch.request, spec_bytes(array)
         if array.flags.c_contiguous:
@@ -198,37 +203,48 @@ class ServingEndpoint(Endpoint):
         answer = self._active.get(request)
         if answer is None or answer.array is None or into.nbytes != answer.array.nbytes:
             raise CorruptMessageError(f"AGAIN from {self.peer} for request {request}, {into.nbytes} bytes")
-        if answer.fetch.mode is not Mode.WRITE or answer.registration is not None:
-            raise CorruptMessageError(f"AGAIN from {self.peer} for request {request}, which did not ask for a write")
-        self._write_to(answer, into)
+        if answer.fetch.mode not in (Mode.WRITE, Mode.PAPER_WRITE) or answer.writing:
+            raise CorruptMessageError(f"AGAIN from {self.peer} for request {request}, which does not wait for it")
+        answer.writing = True
+        if answer.fetch.mode is Mode.PAPER_WRITE:
+            self._paper.write(answer, into, partial(self._paper_written, answer.array.nbytes))
+        else:
+            self._write_to(answer, into)
+
+    def _paper_written(self, nbytes: int, error: BaseException | None) -> None:
+        self.counters.bytes_out -= nbytes  # counted when the receiver has sent its finish
 
     def _on_release(self, message: memoryview) -> None:
         request = messages.decode_request(message)
         answer = self._active.get(request)
         if answer is None or answer.array is None:
             raise CorruptMessageError(f"RELEASE from {self.peer} for request {request}, which has nothing to release")
-        if answer.fetch.mode is Mode.WRITE:  # the peer had no use for the tensor that METADATA described
+        if answer.fetch.mode is Mode.WRITE or (answer.fetch.mode is Mode.PAPER_WRITE and not answer.writing):
+            # The peer had no use for the tensor that METADATA described.
             self._let_go(answer)
             del self._active[request]
         else:
             self._served(answer, answer.array.nbytes)
 
-    def _refuse(self, answer: _Answer, error: BaseException) -> None:
+    def _refuse(self, answer: Answer, error: BaseException) -> None:
         self._send(messages.encode_error(answer.fetch.request, wire.error_text(error), self.link.max_message))
         self._let_go(answer)
         del self._active[answer.fetch.request]
 
-    def _served(self, answer: _Answer, nbytes: int) -> None:
+    def _served(self, answer: Answer, nbytes: int) -> None:
         """The peer has the tensor."""
         self.counters.served += 1
         self.counters.bytes_out += nbytes
         self._let_go(answer)
         del self._active[answer.fetch.request]
 
-    def _let_go(self, answer: _Answer) -> None:
+    def _let_go(self, answer: Answer) -> None:
         if answer.lease is not None:
             self._after.append((Lease.release, answer.lease))
             answer.lease = None
+        if answer.buffer is not None:
+            self._paper.buffers.give(answer.buffer)
+            answer.buffer = None
         if answer.block is not None:
             self.transport.arena.free(answer.block)
             answer.block = None
@@ -300,6 +316,7 @@ class ServingEndpoint(Endpoint):
         for answer in self._quarantine:
             self._let_go(answer)
         self._quarantine.clear()
+        self._paper.buffers.close()
         self._after += [(future.set_result, None) for future, _ in self._withdrawals.values()]
         self._withdrawals.clear()
 
@@ -312,7 +329,7 @@ class _EagerStream:
 
     __slots__ = ("answer", "data", "endpoint", "memory", "offset", "room")
 
-    def __init__(self, endpoint: ServingEndpoint, answer: _Answer, memory: np.ndarray, data: bytes, room: int) -> None:
+    def __init__(self, endpoint: ServingEndpoint, answer: Answer, memory: np.ndarray, data: bytes, room: int) -> None:
         self.endpoint = endpoint
         self.answer = answer
         self.memory = memory

@@ -7,20 +7,23 @@ import fcntl
 import mmap
 import os
 import secrets
+import select
 import socket
 import threading
 
 import numpy as np
 
+from runtime.deadline import Deadline
 from runtime.errors import CorruptMessageError, PeerLostError, ProtocolMismatchError, TransportError
 from runtime.memory.arena import Arena
 from runtime.transport.onesided.link import Completion, Link, Op, Region
 from runtime.transport.shm import area
-from runtime.transport.shm.hello import AREA, Hello, credentials, decode_area, encode_area, receive_fds
+from runtime.transport.shm.hello import AREA, AREA_GONE, Hello, credentials, decode_area, encode_area, receive_fds
 from runtime.transport.shm.ring import Receiver, Sender, ring_bytes
 
 # Below this a memoryview's assignment is quicker than numpy's; above, numpy gives the GIL up while it copies.
 _SMALL_BYTES = 4096
+_TELL_S = 1.0
 
 
 class ShmLink(Link):
@@ -131,20 +134,19 @@ class ShmLink(Link):
         fd = area.create("verbflow-buffer", size)
         mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
         memory = np.frombuffer(mapping, np.uint8)[:nbytes]
-        with self._socket_guard:
-            try:
-                socket.send_fds(self._socket, [encode_area(AREA, key, size)], [fd])
-            except OSError as error:
-                os.close(fd)
-                raise PeerLostError(f"{self.peer} does not take a buffer: {error}") from error
+        try:
+            self._tell(encode_area(AREA, key, size), [fd])
+        except OSError as error:
+            os.close(fd)
+            raise PeerLostError(f"{self.peer} does not take a buffer: {error}") from error
         self._own[_address(memory)] = (key, fd, mapping, memory)
         return memory
 
     def free(self, buffer: np.ndarray) -> None:
         _, fd, _, _ = own = self._own.pop(_address(buffer))
         os.close(fd)
-        with self._socket_guard, contextlib.suppress(OSError):
-            self._socket.send(encode_area(AREA + 1, own[0], 0))
+        with contextlib.suppress(OSError):
+            self._tell(encode_area(AREA_GONE, own[0], 0), [])
 
     def poll(self, n: int = 64) -> list[Completion]:
         if self._local:
@@ -193,6 +195,16 @@ class ShmLink(Link):
         # Only the sending half: the peer's end of the connection then tells when it has stopped, too.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
+
+    def _tell(self, message: bytes, fds: list[int]) -> None:
+        deadline = Deadline.after(_TELL_S)
+        while True:
+            try:
+                socket.send_fds(self._socket, [message], fds)
+                return
+            except BlockingIOError:  # the peer's progress thread reads them one by one
+                if not select.select([], [self._socket], [], deadline.remaining())[1]:
+                    raise
 
     def _find(self, region: Region) -> area.PeerArea:
         if region.key == self._area.key:
