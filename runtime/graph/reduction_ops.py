@@ -11,6 +11,8 @@ from runtime.errors import ShapeError
 from runtime.graph.graph import Graph, Node, Output
 from runtime.graph.math_ops import apply, broadcast_shape, check_count, check_floating, check_same_dtype, normal_axis
 from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
+from runtime.kernels.matmul import compile_matmul, matmul_workspace
+from runtime.kernels.matmul import compile_matmul, matmul_workspace
 from runtime.tensor import TensorSpec
 
 
@@ -37,19 +39,27 @@ class MatMul(Op):
         return [TensorSpec((rows, columns), a.dtype)]
 
     @staticmethod
+    def workspace(inputs: Sequence[TensorSpec], attrs: Attrs, threads: int) -> int:
+        rows = inputs[0].shape[1 if attrs.get("transpose_a") else 0]
+        return matmul_workspace(rows, inputs[0].dtype.itemsize, threads)
+
+    @staticmethod
     def compile(
         inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
     ) -> Call | None:
         a, b = inputs
         left = a.T if attrs.get("transpose_a") else a
         right = b.T if attrs.get("transpose_b") else b
-        product = partial(np.matmul, left, right, outputs[0])
+        size = matmul_workspace(outputs[0].shape[0], outputs[0].itemsize, context.threads)
+        memory = context.workspace((size,), np.uint8)
+        product = compile_matmul(left, right, outputs[0], context.threads, memory)
         if bool(attrs.get("transpose_a")) == bool(attrs.get("transpose_b")) or not np.may_share_memory(a, b):
             return product
         # For x^T x numpy picks syrk, whose rounding differs from gemm's: the same graph would give other bits where
         # one of the two inputs crosses to another device and so is another array.
         apart = np.empty_like(b)
-        product = partial(np.matmul, left, apart.T if attrs.get("transpose_b") else apart, outputs[0])
+        right = apart.T if attrs.get("transpose_b") else apart
+        product = compile_matmul(left, right, outputs[0], context.threads, memory)
 
         def product_with_itself() -> None:
             np.copyto(apart, b)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import glob
 import os
 import sys
@@ -53,6 +54,21 @@ def _library() -> tuple[ctypes.CDLL, str] | None:
             if hasattr(library, symbol.format("set")):
                 return library, symbol
     return None
+
+
+@functools.cache
+def core() -> str:
+    """The processor that OpenBLAS took its kernels for, as it calls it; "" where it does not say."""
+    found = _library()
+    if found is None:
+        return ""
+    library, symbol = found
+    name = symbol.replace("{}_num_threads", "get_corename")
+    if not hasattr(library, name):
+        return ""
+    function = getattr(library, name)
+    function.restype = ctypes.c_char_p
+    return (function() or b"").decode()
 
 
 def threads() -> int | None:

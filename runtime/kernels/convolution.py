@@ -5,7 +5,8 @@ that it is still in cache when the product reads it, in temporary memory that ev
 makes it anew rather than keep it. With (KW, C) merged the copy moves runs of KW x C contiguous numbers.
 
 The gradient with respect to the input is, for stride 1, again a convolution: of the output's gradient with the turned
-filter. For larger strides it is the transposed product followed by KH x KW shifted additions.
+filter. Where that would copy more than it saves, and for larger strides, it is the transposed product followed by KH x KW
+shifted additions.
 """
 
 from __future__ import annotations
@@ -179,12 +180,13 @@ def compile_filter_gradient(
     return sequence([fixed_shares(shares), *sums])
 
 
-def _is_convolution(window: Window) -> bool:
-    return window.stride == (1, 1) and min(window.turned.padding) >= 0
+def _is_convolution(window: Window, channels: int, outputs: int) -> bool:
+    """Whether the turned convolution is possible, and has no more columns to copy than the other way has to add."""
+    return window.stride == (1, 1) and min(window.turned.padding) >= 0 and outputs <= channels
 
 
 def input_workspace(window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int) -> int:
-    if _is_convolution(window):
+    if _is_convolution(window, channels, outputs):
         turned = aligned(_patch_bytes(window, channels, itemsize) * outputs)
         return turned + forward_workspace(window.turned, batch, outputs, itemsize, threads)
     rows = _scatter_rows(window, batch, channels, itemsize, threads)
@@ -198,7 +200,7 @@ def compile_input_gradient(
     kh, kw, channels, outputs = w.shape
     if dx.size == 0 or dy.size == 0:
         return partial(dx.fill, 0)
-    if _is_convolution(window):
+    if _is_convolution(window, channels, outputs):
         scratch = Scratch(memory)
         turned = scratch.take((channels, kh, kw, outputs), w.dtype)
         turn = partial(np.copyto, turned, w[::-1, ::-1].transpose(2, 0, 1, 3))

@@ -17,7 +17,7 @@ from runtime.kernels.scratch import Scratch, aligned
 from runtime.kernels.window import Piece, Window, groups, pieces
 
 # Input of one piece of work: with what is made of it, it stays in a core's own cache.
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 19
 
 Region = tuple[slice, ...]
 
