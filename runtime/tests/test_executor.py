@@ -1,4 +1,4 @@
-"""The executor against a naive interpreter, alone and in parts that exchange tensors, and what it does when things go wrong."""
+"""The executor against a naive interpreter, in parts that exchange tensors, and what it does when things go wrong."""
 
 import gc
 import threading
@@ -21,12 +21,15 @@ from runtime.future import Future
 from runtime.graph import array_ops as ops
 from runtime.graph import state_ops
 from runtime.graph.graph import Graph, Output
-from runtime.graph.ops import KernelContext
-from runtime.graph.partition import ancestors, partition
+from runtime.graph.optimize import prune
+from runtime.graph.partition import partition
+from runtime.graph.placement import place
 from runtime.memory.arena import POISON, Arena
 from runtime.memory.plan import Place
 from runtime.tensor import TensorSpec
 from runtime.testing import same_bytes
+from runtime.tests import random_graphs
+from runtime.tests.interpreter import evaluate
 from runtime.trace import Phase, Tracer
 
 A, B, C = (f"/job:w/task:{index}" for index in range(3))
@@ -35,32 +38,6 @@ F32 = np.float32
 
 def soon():
     return Deadline.after(60.0)
-
-
-def naive(graph, fetches, feeds, resources=None):
-    """Every node in the graph's order, every output in fresh memory; nothing shared, nothing planned."""
-    resources = resources or Resources()
-    values = {}
-    for node in sorted(ancestors(value.node for value in fetches), key=lambda node: node.index):
-        inputs = [values[value] for value in node.inputs]
-        if node.op is ops.Placeholder:
-            arrays = [feeds[node.name].copy()]
-        elif node.op.resident:
-            arrays = node.op.memory(node.attrs, resources)
-        elif node.op.alias:
-            arrays = [inputs[0].reshape(node.specs[0].shape)]
-            if not node.op.mutates:
-                arrays[0] = arrays[0].copy()
-        else:
-            arrays = [np.empty(spec.shape, spec.dtype) for spec in node.specs]
-        if not node.op.resident:
-            specs = [value.spec for value in node.inputs]
-            workspace = np.empty(node.op.workspace(specs, node.attrs, 1), np.uint8)
-            call = node.op.compile(inputs, arrays, node.attrs, KernelContext(workspace, resources, 1, node.name, None))
-            if call is not None:
-                call()
-        values.update(zip(node.outputs, arrays, strict=True))
-    return [values[value].copy() for value in fetches]
 
 
 class Parts:
@@ -111,64 +88,29 @@ class Parts:
             executor.close()
 
 
-@st.composite
-def graphs(draw):
-    """A graph of square float32 matrices and views of them; returns (graph, outputs, feeds)."""
-    graph, side = Graph(), 3
-    seed = np.random.default_rng(draw(st.integers(0, 99)))
-    with graph.as_default():
-        feeds = {name: seed.normal(size=(side, side)).astype(F32) for name in ("x", "y")}
-        values = [ops.placeholder((side, side), F32, name=name) for name in feeds]
-        values.append(ops.constant(seed.normal(size=(side, side)).astype(F32)))
-        for _ in range(draw(st.integers(1, 25))):
-            a, b = (draw(st.sampled_from(values)) for _ in range(2))
-            kind = draw(st.sampled_from(["add", "sub", "mul", "neg", "matmul", "view", "turn", "tanh", "cut", "sum"]))
-            if kind in ("add", "sub", "mul", "matmul"):
-                made = [getattr(ops, kind)(a, b)]
-            elif kind in ("neg", "tanh"):
-                made = [getattr(ops, kind)(a)]
-            elif kind == "view":
-                made = [ops.reshape(ops.reshape(a, (side * side,)), (side, side)), ops.identity(a)]
-            elif kind == "turn":
-                made = [ops.transpose(a)]
-            elif kind == "cut":
-                left, right = ops.split(a, [1, 2], axis=1)
-                made = [ops.concat([right, left], axis=1)]
-            else:
-                made = [ops.add(ops.reduce_sum(a, axis=0, keepdims=True), b)]
-            values += made
-    return graph, values, feeds
+def reference(graph, fetches, targets, feeds, resources):
+    """What a naive interpreter of the whole graph gives, one node after the other, nothing planned."""
+    pruned = prune(graph, fetches, targets)
+    return evaluate(pruned.graph, [pruned.outputs[value] for value in fetches], feeds, resources)
 
 
-@given(graphs(), st.data())
-@settings(max_examples=120, deadline=None)
-def test_equal_to_the_naive_interpreter_bit_for_bit(made, data):
-    graph, values, feeds = made
-    fetches = data.draw(st.lists(st.sampled_from(values), min_size=1, max_size=4))
-    engine = LocalEngine(graph, threads=1, poison=True)
-    given_feeds = {value: feeds[value.node.name] for value in values if value.node.name in feeds}
-    for _ in range(2):
-        for got, want in zip(engine.run(fetches, given_feeds), naive(graph, fetches, feeds), strict=True):
+@given(random_graphs.graphs(max_nodes=30), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_parts_that_exchange_tensors_equal_the_whole_bit_for_bit(drawn, arena):
+    parts = Parts(drawn.graph, place(drawn.graph), drawn.fetches, drawn.targets, arena=arena)
+    resources = Resources()
+    for step in (1, 2, 3):
+        wanted = reference(drawn.graph, drawn.fetches, drawn.targets, drawn.feeds, resources)
+        for got, want in zip(parts.run(step, drawn.feeds), wanted, strict=True):
             assert same_bytes(got, want)
-    engine.close()
-
-
-@given(graphs(), st.data())
-@settings(max_examples=60, deadline=None)
-def test_parts_that_exchange_tensors_equal_the_whole(made, data):
-    graph, values, feeds = made
-    devices = data.draw(st.lists(st.sampled_from([A, B, C]), min_size=len(graph.nodes), max_size=len(graph.nodes)))
-    placement = dict(zip(graph.nodes, devices, strict=True))
-    fetches = data.draw(st.lists(st.sampled_from(values), min_size=1, max_size=4, unique=True))
-    parts = Parts(graph, placement, fetches, arena=data.draw(st.booleans()))
-    for step in (1, 2):
-        for got, want in zip(parts.run(step, feeds), naive(graph, fetches, feeds), strict=True):
-            assert same_bytes(got, want)
+    held = {name: array for own in parts.resources.values() for name, array in own.variables().items()}
+    for name, array in resources.variables().items():
+        assert same_bytes(held[name], array)
+    del held
+    parts.resources.clear()
     parts.close()
-    for arena in parts.arenas.values():
-        if arena is not None:
-            assert arena.used_bytes == 0
-            arena.close()
+    gc.collect()
+    assert all(each is None or each.used_bytes == 0 for each in parts.arenas.values())
 
 
 # Variables
@@ -449,7 +391,7 @@ def test_every_kind_of_memory_can_be_sent():
     parts = Parts(graph, placement, fetches)
     for step in (1, 2):
         feeds = {"fed": np.full((2, 3), step, F32)}
-        for got, want in zip(parts.run(step, feeds), naive(graph, fetches, feeds), strict=True):
+        for got, want in zip(parts.run(step, feeds), reference(graph, fetches, [], feeds, None), strict=True):
             assert same_bytes(got, want)
     parts.close()
 
