@@ -12,7 +12,6 @@ from runtime.graph.graph import Graph, Node, Output
 from runtime.graph.math_ops import apply, broadcast_shape, check_count, check_floating, check_same_dtype, normal_axis
 from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
 from runtime.kernels.matmul import compile_matmul, matmul_workspace
-from runtime.kernels.matmul import compile_matmul, matmul_workspace
 from runtime.tensor import TensorSpec
 
 
