@@ -309,10 +309,6 @@ class InTopK(Op):
         (logits, labels), (found,) = inputs, outputs
         return softmax_kernels.compile_in_top_k(logits, labels, found, attrs["k"], context.node)
 
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        return [None, None]
-
 
 @register
 class Dropout(Op):

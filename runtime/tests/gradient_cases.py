@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from runtime.graph import array_ops as ops
+from runtime.graph import nn_ops
 from runtime.graph.graph import Output
 from runtime.graph.state_ops import read_variable, variable
 
@@ -52,17 +55,75 @@ def _matmul(transpose_a: bool, transpose_b: bool) -> Case:
     )
 
 
+IMAGES, FILTER = numbers(2, 5, 4, 3, seed=4), numbers(3, 2, 3, 2, seed=5)
+# Stride and padding: plain, SAME with an odd rest, a stride that leaves pixels out, padding wider than the kernel.
+GEOMETRIES: tuple[tuple[Any, Any], ...] = ((1, "VALID"), (1, "SAME"), ((2, 1), (0, 1, 2, 1)), (3, "VALID"), (1, 3))
+
+
+def _conv(build: Callable[..., Output], *inputs: np.ndarray) -> list[Case]:
+    return [Case(partial(build, stride=stride, padding=padding), inputs) for stride, padding in GEOMETRIES]
+
+
+def _input_gradient(w: Output, stride: Any, padding: Any) -> Output:
+    """Conv2DBackpropInput of the output's gradient that a convolution of ones has."""
+    return _backprop("Conv2DBackpropInput", ops.constant(np.ones(IMAGES.shape)), w, w, IMAGES.shape, stride, padding)
+
+
+def _filter_gradient(x: Output, stride: Any, padding: Any) -> Output:
+    return _backprop("Conv2DBackpropFilter", x, ops.constant(np.ones(FILTER.shape)), x, FILTER.shape, stride, padding)
+
+
+def _backprop(op: str, x: Output, w: Output, by: Output, shape: Any, stride: Any, padding: Any) -> Output:
+    y = nn_ops.conv2d(x, w, stride, padding)
+    return by.graph.add(op, by, y * y, shape=shape, stride=y.node.attrs["stride"], padding=y.node.attrs["padding"]).out
+
+
+def _avg_pool_gradient(y: Output) -> Output:
+    kinds = {"kernel": (3, 2), "stride": (2, 2), "padding": (1, 1, 0, 0)}
+    return y.graph.add("AvgPoolGrad", y, shape=IMAGES.shape, **kinds).out
+
+
+def _dropout_gradient(x: Output) -> Output:
+    mask = ops.constant(np.array([[True, False, True, True]] * 3))
+    return x.graph.add("DropoutGrad", x, mask, rate=0.25).out
+
+
+def _lstm(which: slice) -> Callable[..., Sequence[Output]]:
+    return lambda gates, cell: nn_ops.lstm_cell(gates, cell)[which]
+
+
 CASES: dict[str, list[Case]] = {
     "Abs": [Case(ops.abs_, (A,))],
     "Add": [Case(ops.add, (A, B)), Case(ops.add, (A, ROW)), Case(ops.add, (COLUMN, ROW))],
     "AddN": [Case(lambda *x: ops.add_n(x), (A, B, A * B)), Case(lambda x: ops.add_n([x]), (A,))],
+    "AvgPool": [
+        Case(lambda x: nn_ops.avg_pool(x, 2), (IMAGES,)),
+        Case(lambda x: nn_ops.avg_pool(x, (3, 2), (2, 1), "SAME"), (IMAGES,)),
+        Case(lambda x: nn_ops.avg_pool(x, 1, 2), (IMAGES,)),
+        Case(nn_ops.global_avg_pool, (IMAGES,)),
+    ],
+    "AvgPoolGrad": [Case(_avg_pool_gradient, (numbers(2, 3, 2, 3),))],
+    "BatchNorm": [
+        Case(lambda x, g, b: nn_ops.batch_norm(x, g, b)[0], (IMAGES, positive(3), numbers(3)), 1e-5),
+        Case(lambda x, g, b: nn_ops.batch_norm(x, g, b, 0.1)[0], (A, positive(4), ROW), 1e-5),
+    ],
+    "BiasAdd": [
+        Case(nn_ops.bias_add, (IMAGES, numbers(3))),
+        Case(lambda x, b: nn_ops.bias_add(x, b, relu=True), (A, ROW + 0.003)),
+    ],
+    "BiasAddGrad": [Case(lambda x: x.graph.add("BiasAddGrad", x).out, (IMAGES,))],
     "BroadcastTo": [
         Case(lambda x: ops.broadcast_to(x, (3, 4)), (ROW,)),
         Case(lambda x: ops.broadcast_to(x, (2, 3, 4)), (COLUMN,)),
     ],
     "Cast": [Case(lambda x: ops.cast(ops.cast(x * 3.0, np.float32), np.float64), (A,), 2e-2)],
     "Concat": [Case(lambda x, y: ops.concat([x, y, x], 1), (A, COLUMN)), Case(lambda x: ops.concat([x], -1), (A,))],
+    "Conv2D": _conv(nn_ops.conv2d, IMAGES, FILTER),
+    "Conv2DBackpropFilter": _conv(_filter_gradient, IMAGES),
+    "Conv2DBackpropInput": _conv(_input_gradient, FILTER),
     "Div": [Case(ops.div, (A, positive(3, 4))), Case(ops.div, (ROW, positive(3, 1)))],
+    "Dropout": [Case(lambda x: nn_ops.dropout(x, 0.4, seed=3), (A,))],
+    "DropoutGrad": [Case(_dropout_gradient, (A,))],
     "Exp": [Case(ops.exp, (A,))],
     "Gather": [
         Case(ops.gather, (numbers(5, 3), np.array([4, 0, 4, 2]))),
@@ -76,9 +137,32 @@ CASES: dict[str, list[Case]] = {
         )
     ],
     "Identity": [Case(ops.identity, (A,))],
+    "InTopK": [
+        Case(
+            lambda x, labels: ops.select(nn_ops.in_top_k(x, labels), 2.0, ops.reduce_sum(x, 1)),
+            (A, np.array([3, 0, 1])),
+        )
+    ],
+    "LSTMGates": [
+        Case(_lstm(slice(0, 2)), (numbers(3, 8), numbers(3, 2, seed=1))),
+        Case(_lstm(slice(0, 1)), (numbers(3, 8), numbers(3, 2, seed=1))),
+        Case(_lstm(slice(1, 2)), (numbers(3, 8), numbers(3, 2, seed=1))),
+    ],
+    "LocalResponseNorm": [
+        Case(nn_ops.local_response_norm, (IMAGES,)),
+        Case(lambda x: nn_ops.local_response_norm(x, 1, 1.0, 0.5, 0.7), (numbers(4, 7),)),
+        Case(lambda x: nn_ops.local_response_norm(x, 9, 1.0, 0.5, 0.7), (A,)),
+    ],
     "Log": [Case(ops.log, (positive(3, 4),))],
     "MatMul": [_matmul(a, b) for a in (False, True) for b in (False, True)]
     + [Case(lambda x: ops.matmul(x, x, transpose_a=True), (A,))],
+    "MaxPool": [
+        Case(lambda x: nn_ops.max_pool(x, 2), (IMAGES,)),
+        Case(lambda x: nn_ops.max_pool(x, 3, 2), (numbers(2, 7, 6, 2),)),
+        Case(lambda x: nn_ops.max_pool(x, (3, 2), (1, 2), "SAME"), (IMAGES,)),
+        Case(lambda x: nn_ops.max_pool(x, 2, 3), (IMAGES,)),
+        Case(lambda x: nn_ops.max_pool(x, 3, 2, 1), (IMAGES,)),
+    ],
     "Maximum": [Case(ops.maximum, (A, B + 0.003)), Case(ops.maximum, (A, ROW + 0.005))],
     "Minimum": [Case(ops.minimum, (A, B + 0.003)), Case(ops.minimum, (COLUMN, ROW + 0.005))],
     "Mul": [Case(ops.mul, (A, B)), Case(ops.mul, (A, COLUMN)), Case(lambda x: x * x, (A,))],
@@ -101,6 +185,8 @@ CASES: dict[str, list[Case]] = {
         Case(lambda x: ops.reduce_sum(x, ()), (A,)),
         Case(lambda x: ops.reduce_sum(x, (0, -1)), (numbers(2, 3, 4),)),
     ],
+    "Relu": [Case(nn_ops.relu, (A,))],
+    "ReluGrad": [Case(lambda x: x.graph.add("ReluGrad", ops.constant(B), x).out, (A,))],
     "Reshape": [Case(lambda x: ops.reshape(x, (2, -1)), (A,))],
     "Select": [
         Case(ops.select, (MASK, A, B)),
@@ -108,6 +194,11 @@ CASES: dict[str, list[Case]] = {
     ],
     "Sigmoid": [Case(ops.sigmoid, (A,))],
     "Slice": [Case(lambda x: ops.slice_(x, (1, 1), (2, -1)), (A,))],
+    "Softmax": [Case(nn_ops.softmax, (A,)), Case(nn_ops.softmax, (IMAGES,))],
+    "SparseSoftmaxCrossEntropy": [
+        Case(nn_ops.sparse_softmax_cross_entropy, (A, np.array([3, 0, 1]))),
+        Case(lambda x, labels: x.graph.add("SparseSoftmaxCrossEntropy", x, labels).outputs, (A, np.array([3, 0, 1]))),
+    ],
     "Split": [
         Case(lambda x: ops.split(x, 2, 1), (A,)),
         Case(lambda x: ops.split(x, (1, 2), 0)[1], (A,)),
@@ -120,6 +211,9 @@ CASES: dict[str, list[Case]] = {
         Case(lambda x: ops.sum_to_shape(x, (4,)), (A,)),
         Case(lambda x: ops.sum_to_shape(x, (2, 1, 4)), (numbers(2, 3, 4),)),
         Case(lambda x: ops.sum_to_shape(x, ()), (A,)),
+    ],
+    "SyntheticCompute": [
+        Case(lambda x: x.graph.add("SyntheticCompute", x, seconds=0.0, gradient_seconds=0.0).out, (np.array(0.7),))
     ],
     "Tanh": [Case(ops.tanh, (A,))],
     "Transpose": [
