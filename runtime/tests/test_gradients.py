@@ -7,7 +7,6 @@ import pytest
 
 from runtime.errors import GraphError
 from runtime.graph import array_ops as ops
-from runtime.graph import nn_ops  # noqa: F401  registers the layers' ops
 from runtime.graph.gradients import gradients
 from runtime.graph.graph import Graph, Output
 from runtime.graph.ops import Op, known_ops, op_class
