@@ -79,7 +79,7 @@ def _backprop(op: str, x: Output, w: Output, by: Output, shape: Any, stride: Any
 
 
 def _avg_pool_gradient(y: Output) -> Output:
-    kinds = {"kernel": (3, 2), "stride": (2, 2), "padding": (1, 1, 0, 0)}
+    kinds: dict[str, Any] = {"kernel": (3, 2), "stride": (2, 2), "padding": (1, 1, 0, 0)}
     return y.graph.add("AvgPoolGrad", y, shape=IMAGES.shape, **kinds).out
 
 
@@ -89,7 +89,7 @@ def _dropout_gradient(x: Output) -> Output:
 
 
 def _lstm(which: slice) -> Callable[..., Sequence[Output]]:
-    return lambda gates, cell: nn_ops.lstm_cell(gates, cell)[which]
+    return lambda gates, cell: list(nn_ops.lstm_cell(gates, cell))[which]
 
 
 CASES: dict[str, list[Case]] = {
