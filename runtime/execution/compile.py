@@ -168,6 +168,7 @@ class _Compiler:
             return np.zeros(nbytes, np.uint8)
         block = self._arena.allocate(nbytes, label)
         self._blocks.append(block)
+        block.memory[:: mmap.PAGESIZE] = 0  # its pages are wanted now, not in the first step
         return block.memory
 
     def _array(self, tensor: Tensor) -> np.ndarray:

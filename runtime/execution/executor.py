@@ -274,8 +274,7 @@ class Executor:
         inbox, segments = state.inbox, self._segments
         while True:
             while inbox:
-                event, future = inbox.popleft()
-                state.watched.pop(event, None)
+                event, future = state.take()
                 self._check(event, future)
                 if event in self._must_finish:
                     unfinished -= 1
@@ -367,7 +366,7 @@ class Executor:
             self.broken = f"its last step failed ({error})"
         # The error refers to this frame, and through it to all memory: it must not be kept from here.
         state.rendezvous = None
-        state.watched = {}
+        state.forget()
 
 
 _FOREVER = Deadline.after(10 * 365 * 86400.0)

@@ -18,6 +18,9 @@ from runtime.future import Future
 _DRIVE_NS = 20_000_000
 
 
+Drive = Callable[[Deadline, Callable[[], bool]], None]
+
+
 class Release(Future[None]):
     """Done when a sent tensor's memory is free again; called by whoever read it, once or more, on any thread."""
 
@@ -27,11 +30,34 @@ class Release(Future[None]):
         self.set_result(None)
 
 
+class _Bell:
+    """Wakes the thread that runs the step, if it sleeps: ringing for one that does not would cost a microsecond each time."""
+
+    __slots__ = ("_event", "_sleeping")
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._sleeping = False
+
+    def ring(self) -> None:
+        if self._sleeping:
+            self._event.set()
+
+    def sleep(self, inbox: deque[tuple[int, Future]], seconds: float) -> None:
+        """Sleep until rung, unless the inbox holds something already."""
+        # Flag first, then look; the ringer fills the inbox first, then looks at the flag: one of the two sees the other.
+        self._event.clear()
+        self._sleeping = True
+        if not inbox:
+            self._event.wait(seconds)
+        self._sleeping = False
+
+
 class StepState:
     """Kernels read ``id`` and ``deadline`` of the running step.
 
-    It refers to no call and no array, so that calls can refer to it without a cycle. All but ``watch``'s completions
-    happen on the thread that runs the step.
+    It refers to no call and no array, so that calls can refer to it without a cycle. All but the completions of what is
+    watched happens on the thread that runs the step.
     """
 
     def __init__(self) -> None:
@@ -42,7 +68,8 @@ class StepState:
         self.watched: dict[int, Future] = {}
         self.in_flight: list[Release] = []
         self.receiving = False  # peers may write into this executor's slots
-        self._wake = threading.Event()
+        self._bell = _Bell()
+        self._drives: dict[Drive | None, int] = {}  # of what is watched, with how many futures have it
 
     def begin(self, step: int, rendezvous: Rendezvous | None, deadline: Deadline) -> None:
         """Forget the step before, except what it still has in flight."""
@@ -51,8 +78,13 @@ class StepState:
         self.rendezvous = rendezvous
         self.receiving = False
         # Late completions of a step that failed go to the inbox which their callbacks hold, not to this one.
-        self.watched = {}
         self.inbox = deque()
+        self.forget()
+
+    def forget(self) -> None:
+        """Watch nothing any more."""
+        self.watched = {}
+        self._drives = {}
 
     def watch(self, event: int, future: Future) -> None:
         """Put (event, future) into the inbox when the future is done."""
@@ -60,7 +92,21 @@ class StepState:
             self.inbox.append((event, future))
             return
         self.watched[event] = future
-        future.add_done_callback(partial(_deliver, event, self.inbox, self._wake))
+        drive = future.drive
+        self._drives[drive] = self._drives.get(drive, 0) + 1
+        future.add_done_callback(partial(_deliver, event, self.inbox, self._bell))
+
+    def take(self) -> tuple[int, Future]:
+        """The oldest of the inbox, which is watched no longer."""
+        event, future = self.inbox.popleft()
+        if self.watched.pop(event, None) is not None:
+            drive = future.drive
+            left = self._drives[drive] - 1
+            if left:
+                self._drives[drive] = left
+            else:
+                del self._drives[drive]
+        return event, future
 
     def sending(self) -> Release:
         """The release of one Send; the next step that writes to the same memory waits for it."""
@@ -74,26 +120,20 @@ class StepState:
         Where all that is watched is driven by the same transport, this thread drives it; else it sleeps until a callback.
         """
         inbox, deadline = self.inbox, self.deadline
-        drive = self._common_drive()
+        drive = next(iter(self._drives)) if len(self._drives) == 1 else None
         while not inbox:
             now = time.monotonic_ns()
             if now >= deadline.at_ns:
                 return False
-            self._wake.clear()
             turn = min(now + _DRIVE_NS, deadline.at_ns)
             if drive is not None:
                 with contextlib.suppress(DeadlineError):
                     drive(Deadline(turn, now), lambda: bool(inbox))
-                if time.monotonic_ns() >= turn:
+                if inbox or time.monotonic_ns() >= turn:
                     continue
             # Nobody to drive, or another thread drives already.
-            if not inbox:
-                self._wake.wait(deadline.remaining() if drive is None else _DRIVE_NS * 1e-9)
+            self._bell.sleep(inbox, deadline.remaining() if drive is None else _DRIVE_NS * 1e-9)
         return True
-
-    def _common_drive(self) -> Callable[[Deadline, Callable[[], bool]], None] | None:
-        drives = {future.drive for future in self.watched.values() if not future.done()}
-        return drives.pop() if len(drives) == 1 else None
 
     def drain(self, futures: Sequence[Future]) -> bool:
         """Wait until all futures are done; False at the deadline. Used between steps, when nothing else is watched."""
@@ -106,6 +146,6 @@ class StepState:
         return True
 
 
-def _deliver(event: int, inbox: deque[tuple[int, Future]], wake: threading.Event, future: Future) -> None:
+def _deliver(event: int, inbox: deque[tuple[int, Future]], bell: _Bell, future: Future) -> None:
     inbox.append((event, future))
-    wake.set()
+    bell.ring()
