@@ -31,9 +31,14 @@ lint: venv ## style (ruff) and types (mypy)
 test: setup ## everything: lint, types, drift check, native tests, tests in the soft-RoCE guest
 	@$(MAKE) --no-print-directory lint proto-check
 	$(PYTHON) -m pytest
+	@$(MAKE) --no-print-directory test-rxe
+
+# Files are named, so that a slow guest need not import every other test's libraries.
+RXE_TESTS = runtime/tests/test_contract.py $$(grep -lr 'mark\.rxe' --include='test_*.py' runtime/tests harness/tests)
 
 test-rxe: setup ## tests that need an RDMA device; boots the soft-RoCE guest where this machine has none
-	$(PYTHON) -m harness.launch.vm --timeout 900 -- $(PYTHON) -m pytest -m rxe -p no:cacheprovider
+	@VERBFLOW_CONTRACT_TRANSPORTS=verbs VERBFLOW_CONTRACT_BYTES=67108864 \
+	$(PYTHON) -m harness.launch.vm --skip --timeout 900 -- $(PYTHON) -m pytest -m 'not guest' -p no:cacheprovider $(RXE_TESTS)
 
 rxe-shell: setup ## interactive shell with an RDMA device
 	@$(PYTHON) -m harness.launch.vm

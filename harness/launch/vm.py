@@ -451,6 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, help="seconds, with the boot")
     parser.add_argument("--accelerator", choices=("auto", "kvm", "tcg"), default="auto")
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="2: two guests joined by a virtual wire")
+    parser.add_argument("--skip", action="store_true", help="exit code 0 where no guest can run, with the reason")
     parser.add_argument("command", nargs="*", help="after --; none: an interactive shell")
     options = parser.parse_args(arguments)
 
@@ -480,6 +481,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             writable=options.writable,
             user=options.user,
         )
+    except UnavailableError as error:
+        print(f"verbflow: {'skipped, ' if options.skip else ''}{error}", file=sys.stderr)
+        return 0 if options.skip else 1
     except VerbflowError as error:
         print(f"verbflow: {error}", file=sys.stderr)
         return 1

@@ -459,7 +459,7 @@ def fake_pyverbs(monkeypatch: pytest.MonkeyPatch, shows_descriptors: bool) -> An
                 self.posted.append(request.wr_id)
                 request = request.chain
 
-    shapes = {
+    shapes: dict[str, dict[str, Any]] = {
         "addr": {"GID": Request, "AHAttr": Request, "GlobalRoute": Request},
         "cq": {"CQ": CQ, "CompChannel": CompChannel},
         "device": {"Context": Context},
