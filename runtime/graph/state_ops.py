@@ -269,59 +269,6 @@ class AccumulatorTake(Op):
         return Cost(attrs["count"] * outputs[0].size, (attrs["count"] + 1) * outputs[0].nbytes)
 
 
-@register
-class Enqueue(Op):
-    """Puts the input into ``queue`` (of ``capacity``), when there is room."""
-
-    stateful = True
-    asynchronous = True
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 1)
-        _check_queue(attrs)
-        return []
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        (value,), step = inputs, context.step
-        queue = context.resources.queue(
-            attrs["queue"], TensorSpec.of(value), attrs["capacity"], attrs.get("container", "")
-        )
-        return lambda: queue.put(value, step.id)
-
-
-@register
-class Dequeue(Op):
-    """The oldest tensor of ``queue``, which holds tensors of ``shape`` and ``dtype``, when there is one."""
-
-    stateful = True
-    asynchronous = True
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 0)
-        _check_queue(attrs)
-        return [TensorSpec(tuple(attrs["shape"]), dtype_of(attrs["dtype"]))]
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        (out,), step = outputs, context.step
-        queue = context.resources.queue(
-            attrs["queue"], TensorSpec.of(out), attrs["capacity"], attrs.get("container", "")
-        )
-        return lambda: queue.get(out, step.id)
-
-
-def _check_queue(attrs: Attrs) -> None:
-    if not attrs["queue"] or attrs["capacity"] < 1:
-        raise GraphError("needs a queue's name and a capacity from 1")
-
-
 def variable(
     name: str,
     shape: Sequence[int],
@@ -464,17 +411,3 @@ def accumulator_take(target: Output, count: int, name: str | None = None) -> Out
             shape=target.shape,
             dtype=target.dtype,
         ).out
-
-
-def enqueue(queue: str, value: Output, capacity: int, name: str | None = None) -> Node:
-    """Put ``value`` into the queue of that name on the device of the block around."""
-    return value.graph.add("Enqueue", value, name=name, queue=queue, capacity=capacity)
-
-
-def dequeue(queue: str, spec: TensorSpec, capacity: int, name: str | None = None) -> Output:
-    """Take the oldest tensor from the queue of that name on the device of the block around."""
-    return (
-        current_graph()
-        .add("Dequeue", name=name, queue=queue, capacity=capacity, shape=spec.shape, dtype=spec.dtype)
-        .out
-    )

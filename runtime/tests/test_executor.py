@@ -19,7 +19,7 @@ from runtime.execution.rendezvous import LocalRendezvous, Rendezvous
 from runtime.execution.resources import Resources
 from runtime.future import Future
 from runtime.graph import array_ops as ops
-from runtime.graph import state_ops
+from runtime.graph import queue_ops, state_ops
 from runtime.graph.graph import Graph, Output
 from runtime.graph.optimize import prune
 from runtime.graph.partition import partition
@@ -133,6 +133,23 @@ def test_a_step_reads_a_variable_in_the_order_of_the_graph():
             assert same_bytes(got, want)
     assert engine.run([updated.node, w])[0] is None
     assert same_bytes(engine.run([w])[0], 4 * step)
+    engine.close()
+
+
+def test_two_nodes_of_one_variable_are_one_memory():
+    graph = Graph()
+    spec = {"variable": "w", "shape": (4,), "dtype": F32, "init": "zeros"}
+    with graph.as_default():
+        first, second = (graph.add("Variable", name=name, **spec).out for name in ("w", "w_again"))
+        before = ops.identity(first)
+        updated = state_ops.assign_add(second, np.ones(4, F32))
+        total = ops.add(before, updated)
+    engine = LocalEngine(graph, poison=True)
+    for count in range(3):
+        first_value, total_value = engine.run([first, total])
+        assert same_bytes(first_value, np.full(4, count, F32))
+        assert same_bytes(total_value, np.full(4, 2 * count + 1, F32))
+    assert engine.executor([first, second]).plan.bytes_of(Place.VARIABLE) == 64
     engine.close()
 
 
@@ -418,10 +435,10 @@ def test_an_asynchronous_op_holds_up_only_its_readers():
     graph = Graph()
     spec = TensorSpec((3,), np.dtype(F32))
     with graph.as_default():
-        got = state_ops.dequeue("q", spec, 2)  # added first: it waits for what this very step puts in
+        got = queue_ops.dequeue("q", spec, 2)  # added first: it waits for what this very step puts in
         doubled = ops.add(got, got)
         x = ops.placeholder((3,), F32, name="x")
-        put = state_ops.enqueue("q", ops.neg(x), 2)
+        put = queue_ops.enqueue("q", ops.neg(x), 2)
         other = ops.add(x, x)
     engine = LocalEngine(graph, poison=True)
     value = np.arange(3, dtype=F32)
@@ -435,9 +452,9 @@ def test_an_asynchronous_op_holds_up_only_its_readers():
 def test_an_asynchronous_op_that_does_not_end_is_named_and_withdrawn():
     graph = Graph()
     with graph.as_default():
-        got = state_ops.dequeue("q", TensorSpec((3,), np.dtype(F32)), 2, name="wanted")
+        got = queue_ops.dequeue("q", TensorSpec((3,), np.dtype(F32)), 2, name="wanted")
         x = ops.placeholder((3,), F32, name="x")
-        put = state_ops.enqueue("q", x, 2)
+        put = queue_ops.enqueue("q", x, 2)
     engine = LocalEngine(graph)
     with pytest.raises(DeadlineError, match=r"finish of wanted: no answer for 0\.\d"):
         engine.run([got], None, Deadline.after(0.05))

@@ -18,8 +18,9 @@ from runtime.errors import ConfigError, DeadlineError, GraphError, PeerLostError
 from runtime.graph.array_ops import concat, constant, group, placeholder
 from runtime.graph.graph import Graph
 from runtime.graph.math_ops import add, mul
+from runtime.graph.queue_ops import dequeue, enqueue
 from runtime.graph.reduction_ops import matmul, reduce_sum
-from runtime.graph.state_ops import assign_add, dequeue, enqueue, variable
+from runtime.graph.state_ops import assign_add, variable
 from runtime.tensor import TensorSpec
 from runtime.testing import eventually
 

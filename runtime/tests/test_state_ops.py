@@ -16,6 +16,7 @@ from runtime.execution.tensor_queue import TensorQueue
 from runtime.future import Future
 from runtime.graph import array_ops as ops
 from runtime.graph import initialisers as init
+from runtime.graph import queue_ops
 from runtime.graph import state_ops as state
 from runtime.graph.apply_ops import apply_adagrad, apply_adam, apply_momentum, apply_sgd
 from runtime.graph.graph import Graph
@@ -401,14 +402,14 @@ def test_a_queue_is_bounded_and_keeps_the_order() -> None:
 
 def test_queue_ops(graph: Graph, resources: Resources) -> None:
     x = ops.placeholder((3,), name="x")
-    put = state.enqueue("q", x, capacity=4)
+    put = queue_ops.enqueue("q", x, capacity=4)
     with graph.control_dependencies([put]):
-        got = state.dequeue("q", VECTOR, capacity=4)
+        got = queue_ops.dequeue("q", VECTOR, capacity=4)
     np.testing.assert_array_equal(evaluate(graph, [got], {"x": [1, 2, 3]}, resources)[0], [1, 2, 3])
     with pytest.raises(ShapeError, match=r"queue q holds float32\[3\], not float32\[4\]"):
         resources.queue("q", TensorSpec((4,), F32), 4)
     with pytest.raises(GraphError, match=r"needs a queue's name and a capacity from 1"):
-        state.enqueue("", x, 4)
+        queue_ops.enqueue("", x, 4)
 
 
 # Restoring, aborting
