@@ -21,7 +21,7 @@ from runtime.cluster.server import Server
 from runtime.cluster.session import Session
 from runtime.cluster.spec import task_name
 from runtime.errors import ConfigError, VerbflowError
-from runtime.graph.graph import Graph
+from runtime.graph.graph import Graph, Node, Output
 from runtime.graph.placement import GreedyByBytes, RoundRobin
 from runtime.models import catalog
 from runtime.models.model import Model
@@ -73,6 +73,8 @@ class TrainingState:
     session: Session | None = None
     model: Model | None = None
     scheme: schemes.Asynchronous | schemes.Synchronous | None = None
+    target: Node | None = None
+    probe: Output | None = None
     feeds: dict[Any, np.ndarray] | None = None
     local_step: int = 0
     updater: threading.Thread | None = None
@@ -133,10 +135,48 @@ class Training(Benchmark):
             state = TrainingState(p, server, worker, stack)
             ctx.group.barrier()
             if worker >= 0:
-                _build(ctx, p, state)
+                self.build(ctx, p, state)
             state.stack = stack.pop_all()
         ctx.group.barrier()
         return state
+
+    def build(self, ctx: RankContext, p: TrainingParams, state: TrainingState) -> None:
+        """A worker's graph, feeds and session."""
+        servers = [task_name("ps", index) for index in range(p.servers)]
+        choose = GreedyByBytes(servers) if p.placement == "greedy" else RoundRobin(servers)
+        options: dict[str, Any] = {"like": p.like, "seconds": p.compute_ns * 1e-9} if p.model == "synthetic" else {}
+        graph = Graph()
+        with graph.as_default(), graph.device(task_name("worker", state.worker)), graph.variable_devices(choose):
+            model = catalog.build(p.model, p.batch, **options)
+            rule = optimizer(p.optimizer, 1e-3)
+            if p.synchrony == "synchronous":
+                state.scheme = schemes.synchronous(
+                    model.loss,
+                    rule,
+                    worker=state.worker,
+                    aggregate=p.workers,
+                    replicas=p.workers,
+                    params=model.parameters,
+                )
+            else:
+                state.scheme = schemes.asynchronous(model.loss, rule, model.parameters)
+                state.target = state.scheme.train
+        generator = np.random.default_rng(state.worker)
+        state.feeds = {}
+        for node in [*model.inputs.values(), model.labels]:
+            if node.node.op.name != "Placeholder":
+                continue
+            if node.dtype.kind == "f":
+                state.feeds[node] = generator.random(node.shape, dtype=np.float32)
+            else:
+                state.feeds[node] = generator.integers(0, model.logits.shape[-1], node.shape).astype(node.dtype)
+        state.model = model
+        state.moved = 2 * model.parameter_bytes
+        self.connect(ctx, state, graph)
+
+    def connect(self, ctx: RankContext, state: TrainingState, graph: Graph) -> None:
+        """Open the worker's session; it closes before the worker's server does."""
+        state.session = state.stack.enter_context(Session(graph, state.server, step_s=ctx.deadline.remaining()))
 
     def verify(self, ctx: RankContext, state: TrainingState) -> None:
         """The first loss is what an untrained classifier of that many classes must have, and it moves when trained."""
@@ -167,8 +207,8 @@ class Training(Benchmark):
             feeds = {**state.feeds, scheme.local_step: np.int64(state.local_step)}
             _, following = session.run([scheme.train, scheme.next_step], feeds, timeout_s=ctx.deadline.remaining())
             state.local_step = int(following)
-        elif isinstance(scheme, schemes.Asynchronous):
-            session.run(scheme.train, state.feeds, timeout_s=ctx.deadline.remaining())
+        else:
+            session.run(state.target, state.feeds, timeout_s=ctx.deadline.remaining())
         return state.moved
 
     def teardown(self, ctx: RankContext, state: TrainingState) -> None:
@@ -204,34 +244,6 @@ class Training(Benchmark):
     def _loss(self, ctx: RankContext, state: TrainingState) -> float:
         assert state.session is not None and state.model is not None
         return float(state.session.run(state.model.loss, state.feeds, timeout_s=ctx.deadline.remaining()))
-
-
-def _build(ctx: RankContext, p: TrainingParams, state: TrainingState) -> None:
-    servers = [task_name("ps", index) for index in range(p.servers)]
-    choose = GreedyByBytes(servers) if p.placement == "greedy" else RoundRobin(servers)
-    options: dict[str, Any] = {"like": p.like, "seconds": p.compute_ns * 1e-9} if p.model == "synthetic" else {}
-    graph = Graph()
-    with graph.as_default(), graph.device(task_name("worker", state.worker)), graph.variable_devices(choose):
-        model = catalog.build(p.model, p.batch, **options)
-        rule = optimizer(p.optimizer, 1e-3)
-        if p.synchrony == "synchronous":
-            state.scheme = schemes.synchronous(
-                model.loss, rule, worker=state.worker, aggregate=p.workers, replicas=p.workers, params=model.parameters
-            )
-        else:
-            state.scheme = schemes.asynchronous(model.loss, rule, model.parameters)
-    generator = np.random.default_rng(state.worker)
-    state.feeds = {}
-    for node in [*model.inputs.values(), model.labels]:
-        if node.node.op.name != "Placeholder":
-            continue
-        if node.dtype.kind == "f":
-            state.feeds[node] = generator.random(node.shape, dtype=np.float32)
-        else:
-            state.feeds[node] = generator.integers(0, model.logits.shape[-1], node.shape).astype(node.dtype)
-    state.model = model
-    state.moved = 2 * model.parameter_bytes
-    state.session = state.stack.enter_context(Session(graph, state.server, step_s=ctx.deadline.remaining()))
 
 
 def _update(ctx: RankContext, state: TrainingState) -> None:

@@ -1,0 +1,114 @@
+"""stream: many fetches in flight; bandwidth with a window, in one direction or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.bench.base import (
+    Benchmark,
+    RankContext,
+    check_pattern,
+    close_transport,
+    parameter,
+    pattern,
+    transport_parameter,
+)
+from harness.bench.transfer import Served, arena_bytes, received_exactly, transport_params
+from runtime.errors import ConfigError
+from runtime.tensor import TensorSpec
+from runtime.transport.base import Channel, Transport
+
+
+@dataclass(frozen=True)
+class StreamParams:
+    transport: str = transport_parameter()
+    nbytes: int = parameter(1 << 20, "tensor size", unit="bytes", at_least=1, at_most=1 << 32)
+    window: int = parameter(8, "fetches in flight", at_least=1, at_most=1024)
+    directions: int = parameter(1, "1: one rank fetches, 2: both do at once", at_least=1, at_most=2)
+    protocol: str = parameter(
+        "auto",
+        "how a one-sided transport moves the bytes of a fetch",
+        unit="text",
+        choices=("auto", "eager", "read", "write", "paper_read", "paper_write"),
+    )
+    eager_threshold: int = parameter(0, "below it payloads travel in the message; 0: the default", unit="bytes")
+    chunk_bytes: int = parameter(0, "largest piece of one operation; 0: the default", unit="bytes")
+    binding: str = parameter("auto", "RDMA binding", unit="text", choices=("auto", "pyverbs", "ibverbs"))
+
+
+@dataclass
+class StreamState:
+    p: StreamParams
+    transport: Transport
+    channel: Channel | None
+    into: list[np.ndarray]
+
+
+class Stream(Benchmark):
+    name = "stream"
+    summary = "a window of fetches in flight: bandwidth, one way or both"
+    Params = StreamParams
+
+    def ranks(self, p: StreamParams) -> int:
+        return 2
+
+    def timed(self, ctx: RankContext, p: StreamParams) -> bool:
+        return ctx.rank < p.directions
+
+    def operations(self, p: StreamParams) -> int:
+        return p.window
+
+    def bytes_per_iteration(self, p: StreamParams) -> int:
+        return p.window * p.nbytes * p.directions
+
+    def setup(self, ctx: RankContext, p: StreamParams) -> StreamState:
+        if p.transport in ("inproc", "null"):
+            raise ConfigError(f"stream needs two processes; {p.transport} stays in one")
+        transport = ctx.open(p.transport, arena_bytes((p.window + 1) * p.nbytes), **transport_params(p))
+        try:
+            spec = TensorSpec((p.nbytes,), np.dtype(np.uint8))
+            content = transport.arena.allocate(p.nbytes, "content").array(spec)
+            content[:] = pattern(p.nbytes, seed=ctx.rank)
+            address = transport.listen(Served({f"tensor{index}": content for index in range(p.window)}))
+            addresses = ctx.group.exchange_bytes(address)
+            channel = None
+            into: list[np.ndarray] = []
+            if self.timed(ctx, p):
+                peer = 1 - ctx.rank
+                channel = transport.connect(addresses[peer], peer=f"/job:bench/task:{peer}", deadline=ctx.deadline)
+                into = [transport.arena.allocate(p.nbytes, f"into{index}").array(spec) for index in range(p.window)]
+            return StreamState(p, transport, channel, into)
+        except BaseException:
+            close_transport(transport)
+            raise
+
+    def verify(self, ctx: RankContext, state: StreamState) -> None:
+        if state.channel is not None:
+            self.once(ctx, state)
+            for index, array in enumerate(state.into):
+                check_pattern(array, 1 - ctx.rank, f"fetch {index} of a window over {state.p.transport}")
+
+    def once(self, ctx: RankContext, state: StreamState) -> int:
+        channel = state.channel
+        assert channel is not None
+        futures = [
+            channel.fetch(f"tensor{index}", into=array, deadline=ctx.deadline) for index, array in enumerate(state.into)
+        ]
+        for future in futures:
+            future.result(ctx.deadline)
+        return state.p.window * state.p.nbytes
+
+    def teardown(self, ctx: RankContext, state: StreamState) -> None:
+        if state.channel is not None:
+            state.channel.close()
+        close_transport(state.transport)
+
+    def transport_totals(self, ctx: RankContext, state: StreamState) -> dict[str, int]:
+        return state.transport.totals().as_dict()
+
+    def suspicion(
+        self, ctx: RankContext, p: StreamParams, before: dict[str, int], after: dict[str, int], moved: int
+    ) -> str:
+        return received_exactly(before, after, moved)
