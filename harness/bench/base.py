@@ -124,6 +124,19 @@ class Benchmark(ABC):
     def verify(self, ctx: RankContext, state: Any) -> None:
         """Check the content that an iteration moves, at every rank; VerificationError. Before any timing."""
 
+    def iterate(self, ctx: RankContext, state: Any, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``count`` iterations: when each began, how long it took (ns), and the payload bytes it moved."""
+        starts, ends, moved = (np.zeros(count, np.int64) for _ in range(3))
+        once, clock = self.once, time.monotonic_ns
+        for at in range(count):
+            start = clock()
+            nbytes = once(ctx, state)
+            end = clock()
+            starts[at] = start
+            ends[at] = end
+            moved[at] = nbytes
+        return starts, ends - starts, moved
+
     def teardown(self, ctx: RankContext, state: Any) -> None:  # noqa: B027  not every benchmark takes something
         """Give back what ``setup`` took, at every rank."""
 
@@ -247,27 +260,19 @@ def _agree(bench: Benchmark, p: Any, ctx: RankContext, state: Any) -> tuple[int,
 
 
 def _time(bench: Benchmark, p: Any, ctx: RankContext, state: Any, count: int, traced: bool) -> np.ndarray:
-    samples = np.zeros(count, SAMPLE)
-    starts = np.zeros(count, np.int64)
-    ends = np.zeros(count, np.int64)
-    moved = np.zeros(count, np.int64)
-    once, clock = bench.once, time.monotonic_ns
+    if count == 0:
+        return np.zeros(0, SAMPLE)
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for at in range(count):
-            start = clock()
-            nbytes = once(ctx, state)
-            end = clock()
-            starts[at] = start
-            ends[at] = end
-            moved[at] = nbytes
+        starts, elapsed, moved = bench.iterate(ctx, state, count)
     finally:
         if collecting:
             gc.enable()
-    samples["iteration"] = np.arange(count)
+    samples = np.zeros(len(elapsed), SAMPLE)
+    samples["iteration"] = np.arange(len(elapsed))
     samples["start_ns"] = starts
-    samples["elapsed_ns"] = ends - starts
+    samples["elapsed_ns"] = elapsed
     samples["nbytes"] = moved
     samples["operations"] = bench.operations(p)
     samples["traced"] = traced
