@@ -153,15 +153,12 @@ class _Compiler:
         return view
 
     def _view(self, buffer: Buffer, spec: TensorSpec) -> np.ndarray:
-        if not spec.nbytes:
-            return np.empty(spec.shape, spec.dtype)
         if buffer.place is Place.BLOCK:
-            memory = self._heap[buffer.offset : buffer.offset + spec.nbytes]
-        else:
-            if buffer not in self._slots:
-                self._slots[buffer] = self._slot(buffer.nbytes, f"{buffer.name} ({buffer.place.value})")
-            memory = self._slots[buffer]
-        return memory.view(spec.dtype).reshape(spec.shape)
+            return _tensor(self._heap[buffer.offset :], spec)
+        if buffer not in self._slots:
+            # One byte at least: a transport asks where a slot lies, also one of a tensor without elements.
+            self._slots[buffer] = self._slot(max(1, buffer.nbytes), f"{buffer.name} ({buffer.place.value})")
+        return _tensor(self._slots[buffer], spec)
 
     def _slot(self, nbytes: int, label: str) -> np.ndarray:
         if self._arena is None:
@@ -275,6 +272,10 @@ class _Compiler:
                 calls.append(partial(self._heap[buffer.offset : buffer.offset + buffer.nbytes].fill, POISON))
                 labels.append(Label(Phase.OTHER, f"poison {buffer.name}", 0))
         return Segment(calls, labels, sorted(before), sorted(cut.events))
+
+
+def _tensor(memory: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    return np.ndarray(spec.shape, spec.dtype, memory.data)
 
 
 def _prerequisites(work: Work) -> set[Work]:

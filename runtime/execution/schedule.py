@@ -17,6 +17,7 @@ from runtime.errors import GraphError
 from runtime.execution.rendezvous import Edge
 from runtime.graph.array_ops import Placeholder
 from runtime.graph.graph import Graph, Node, Output
+from runtime.graph.state_ops import Variable
 from runtime.graph.transfer_ops import Recv, Send
 from runtime.memory.plan import Instruction, Place, Tensor
 
@@ -92,6 +93,7 @@ class _Scheduler:
         self._tensors: dict[Output, Tensor] = {}
         self._work_of: dict[int, Work] = {}
         self._mutators: dict[Tensor, list[Work]] = {}
+        self._variables: dict[tuple[str, str], Work] = {}
         self._events: list[tuple[Event, Work]] = []
 
     def run(self) -> Schedule:
@@ -120,16 +122,16 @@ class _Scheduler:
 
     def _aliases_to_copy(self) -> set[int]:
         """Aliases of a variable that must keep its old value: one of their readers comes after an update that they precede."""
-        root: dict[Output, Node] = {}
+        root: dict[Output, object] = {}  # a variable's memory, by container and name
         last_reader: dict[Output, int] = {}
-        mutations: dict[Node, list[int]] = {}
+        mutations: dict[object, list[int]] = {}
         for node in self._graph.nodes:
             for index, value in enumerate(node.inputs):
                 if index in node.op.mutates and value in root:
                     mutations.setdefault(root[value], []).append(node.index)
             for output in node.outputs:
-                if node.op.resident:
-                    root[output] = node
+                if node.op is Variable:
+                    root[output] = (node.attrs.get("container", ""), node.attrs["variable"])
                 elif node.op.alias and output.index == 0 and node.inputs[0] in root:
                     root[output] = root[node.inputs[0]]
         if not mutations:
@@ -141,7 +143,7 @@ class _Scheduler:
         copied = set()
         for output, variable in root.items():
             node = output.node
-            if node is variable or node.op.mutates:
+            if node.op is Variable or node.op.mutates:
                 continue
             end = last_reader.get(output, -1)
             if any(node.index < mutation < end for mutation in mutations.get(variable, ())):
@@ -173,6 +175,8 @@ class _Scheduler:
             place = Place.VARIABLE if node.op.stateful else Place.CONSTANT
         for output in node.outputs:
             alias = work.reads[0] if node.op.alias and not copied and output.index == 0 else None
+            if node.op is Variable:
+                alias = self._same_variable(work, node)
             tensor = Tensor(output.name, output.spec, place, alias)
             self._tensors[output] = tensor
             work.writes.append(tensor)
@@ -183,6 +187,14 @@ class _Scheduler:
             self._mutators.setdefault(target, []).append(work)
         if kind is Kind.SEND and work.reads and work.reads[0].root.place is Place.BLOCK:
             work.reads[0].root.place = Place.SEND
+
+    def _same_variable(self, work: Work, node: Node) -> Tensor | None:
+        """The tensor of an earlier node for the same variable: their memory is one."""
+        first = self._variables.setdefault((node.attrs.get("container", ""), node.attrs["variable"]), work)
+        if first is work:
+            return None
+        work.deps.add(first)
+        return first.writes[0]
 
     def _edge(self, node: Node) -> Edge:
         edge = self._edges.get(node.attrs["edge"])

@@ -142,6 +142,21 @@ def test_steps_pull_compute_push_and_update(ends):
         assert same_bytes(tasks[0].resources.variables()["w"], w)
 
 
+def test_control_edges_cross(ends):
+    tasks, connected = ends
+    graph = Graph()
+    with graph.as_default():
+        with graph.device(PS):
+            w = state_ops.variable("w", (), F32)
+            updated = state_ops.assign_add(w, 1.0)
+        with graph.device(WORKER), graph.control_dependencies([updated.node]):
+            v = state_ops.variable("v", (), F32)
+            counted = state_ops.assign_add(v, 10.0)
+    register(tasks, connected, graph, [counted])
+    assert [float(run_all(tasks, step + 1, step, {})[counted.name]) for step in range(3)] == [10.0, 20.0, 30.0]
+    assert float(tasks[0].resources.variables()["w"]) == 3.0
+
+
 def test_a_failed_part_ends_the_others(ends):
     tasks, connected = ends
     graph = Graph()
