@@ -108,7 +108,7 @@ class Link(ABC):
 
     @abstractmethod
     def free(self, buffer: np.ndarray) -> None:
-        """Give back what ``allocate`` gave; the peer must not be writing to it any more."""
+        """Give back what ``allocate`` gave, also after ``close``; the peer must not be writing to it any more."""
 
     @abstractmethod
     def poll(self, n: int = 64) -> list[Completion]:
@@ -139,7 +139,8 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Tear down in order; afterwards no peer can touch our memory through this link. Idempotent."""
+        """Tear down in order; afterwards no peer can touch our memory through this link
+        (but see ``revokes``). Idempotent."""
 
     @abstractmethod
     def abort(self, reason: BaseException) -> None:

@@ -77,10 +77,9 @@ class Buffers:
             self._destroy(buffer)
 
     def close(self) -> None:
-        """Forget the table; memory of the link's goes with the link."""
+        """Give everything back. The peer has stopped, or the link is closed."""
         for buffer in self._table.values():
-            if buffer.block is not None:
-                self._endpoint.transport.arena.free(buffer.block)
+            self._destroy(buffer)
         self._table.clear()
 
     def _make(self, name: str, nbytes: int) -> Buffer:

@@ -143,10 +143,11 @@ class ShmLink(Link):
         return memory
 
     def free(self, buffer: np.ndarray) -> None:
-        _, fd, _, _ = own = self._own.pop(_address(buffer))
-        os.close(fd)
-        with contextlib.suppress(OSError):
-            self._tell(encode_area(AREA_GONE, own[0], 0), [])
+        own = self._own.pop(_address(buffer), None)
+        if own is not None:  # else ``close`` was quicker
+            os.close(own[1])
+            with contextlib.suppress(OSError):
+                self._tell(encode_area(AREA_GONE, own[0], 0), [])
 
     def poll(self, n: int = 64) -> list[Completion]:
         if self._local:

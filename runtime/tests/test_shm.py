@@ -1,0 +1,477 @@
+"""Shared memory: what is handed over, who may connect, and that nothing is left when processes and connections end."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import platform
+import signal
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime import wire
+from runtime.deadline import Deadline
+from runtime.errors import (
+    ConfigError,
+    CorruptMessageError,
+    PeerLostError,
+    ProtocolMismatchError,
+    TransportError,
+    UnauthenticatedError,
+)
+from runtime.leaks import LeakWatch
+from runtime.memory.arena import Arena
+from runtime.tensor import TensorSpec
+from runtime.testing import End, Rank, Shelf, eventually, open_end, pair, pattern, pattern_tensor, spawn
+from runtime.transport.onesided.link import Op, Region
+from runtime.transport.shm import area, hello
+from runtime.transport.shm.hello import Hello
+from runtime.transport.shm.link import ShmLink
+from runtime.transport.shm.ring import Receiver
+from runtime.transport.shm.transport import ShmTransport
+
+MIB = 1 << 20
+
+
+def soon() -> Deadline:
+    return Deadline.after(30)
+
+
+def bytes_spec(nbytes: int) -> TensorSpec:
+    return TensorSpec((nbytes,), np.dtype(np.uint8))
+
+
+# The raw Link
+
+
+@contextlib.contextmanager
+def linked(arena_bytes: int = MIB) -> Iterator[tuple[ShmLink, ShmLink, Arena, Arena]]:
+    """Two raw links of this process, connected."""
+    arenas = [Arena(arena_bytes, shared=True) for _ in range(2)]
+    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    halves = []
+    for key, arena in enumerate(arenas, start=1):
+        receiver = Receiver(128, 2048)
+        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        halves.append((receiver, bell, key, arena))
+    links = []
+    for at in range(2):
+        receiver, bell, key, arena = halves[at]
+        other_receiver, other_bell, other_key, other = halves[1 - at]
+        fds = tuple(os.dup(fd) for fd in (other_receiver.fd, other_bell, other.fd))
+        theirs = Hello(128, 2048, 64, other.nbytes, other_key, 0, "", "", fds)  # type: ignore[arg-type]
+        links.append(ShmLink(f"peer {at}", sockets[at], receiver, bell, arena, key, theirs))
+    try:
+        yield links[0], links[1], arenas[0], arenas[1]
+    finally:
+        for link in links:
+            link.close()
+        for arena in arenas:
+            arena.close()
+
+
+def test_link_writes_reads_and_says_so_in_order() -> None:
+    with linked() as (left, right, near, far):
+        source = pattern_tensor(bytes_spec(5000), 1, near)
+        target = far.tensor(bytes_spec(5000))
+        region = right.region(target)
+        left.post_write(source, region, imm=77, tag=5)
+        left.post_send(b"behind it", tag=6, signalled=True)
+        assert [(c.op, c.tag) for c in left.poll()] == [(Op.WRITTEN, 5), (Op.SENT, 6)]
+        immediate, message = right.poll()
+        assert (immediate.op, immediate.imm) == (Op.IMMEDIATE, 77)
+        assert (message.op, bytes(message.payload)) == (Op.MESSAGE, b"behind it")
+        assert np.array_equal(target, source)
+        back = np.zeros(100, np.uint8)
+        left.post_read(back, region.slice(1000, 100), tag=9)
+        assert [(c.op, c.tag) for c in left.poll()] == [(Op.READ, 9)]
+        assert np.array_equal(back, source[1000:1100])
+
+
+def test_link_follows_no_address_outside_the_area() -> None:
+    with linked() as (left, _, near, far):
+        local = near.tensor(bytes_spec(64))
+        bad = [
+            Region(far.nbytes - 63, 2, 64),
+            Region(1 << 63, 2, 64),
+            Region((1 << 64) - 32, 2, 64),
+            Region(0, 1, 64),
+            Region(0, 3, 64),
+        ]
+        for region in bad:
+            for act in (left.post_write, left.post_read):
+                with pytest.raises(CorruptMessageError):
+                    act(local, region)
+            with pytest.raises(CorruptMessageError):
+                left.map(region)
+        assert left.poll() == []
+        for region in (Region(0, 2, 63), Region(0, 2, 65)):
+            with pytest.raises(ValueError, match="of"):
+                left.post_write(local, region)
+        with pytest.raises(ValueError, match="arena"):
+            left.region(np.zeros(8, np.uint8))
+
+
+def test_link_lends_memory_read_only() -> None:
+    with linked() as (left, right, _, far):
+        tensor = pattern_tensor(bytes_spec(100), 1, far)
+        view = left.map(right.region(tensor))
+        assert np.array_equal(view, tensor)
+        with pytest.raises(ValueError, match=r"read-only|WRITEABLE"):
+            view.flags.writeable = True
+
+
+def test_link_rings_who_sleeps() -> None:
+    with linked() as (left, right, _, _):
+        bell = right.arm()
+        assert bell == right.arm()
+        left.post_send(b"x")
+        assert os.eventfd_read(bell) == 1
+        right.acknowledge()  # nothing to take: does not block
+        left.abort(PeerLostError("test"))
+        assert isinstance(right.lost(), PeerLostError)
+        assert left.lost() is None
+        right.abort(PeerLostError("test"))
+        assert isinstance(left.lost(), PeerLostError)
+
+
+def test_link_exports_buffers_made_for_one_use() -> None:
+    with linked() as (left, right, near, _):
+        local = pattern_tensor(bytes_spec(5000), 3, near)
+        for _ in range(20):
+            buffer = right.allocate(5000)
+            region = right.region(buffer)
+            left.post_write(local, region)
+            assert np.array_equal(buffer, local)
+            right.free(buffer)
+        assert left.lost() is None  # takes what came over the socket
+        with pytest.raises(CorruptMessageError):
+            left.post_write(local, region)
+
+
+def test_everything_of_a_closed_link_may_be_called() -> None:
+    with linked() as (left, right, _, _):
+        left.close()
+        left.close()
+        left.arm()
+        left.disarm()
+        left.acknowledge()
+        left.abort(PeerLostError("test"))
+        assert left.peek() is False
+        assert isinstance(right.lost(), PeerLostError)
+
+
+# What is handed over
+
+
+def test_memory_that_could_shrink_is_refused() -> None:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, 8192)
+        with pytest.raises(ProtocolMismatchError):
+            area.check(fd, 4096)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        area.check(fd, 8192)
+        with pytest.raises(ProtocolMismatchError):
+            area.check(fd, 8193)
+    finally:
+        os.close(fd)
+    reader, writer = os.pipe()
+    with pytest.raises(ProtocolMismatchError):
+        area.check(reader, 1)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_nobody_can_resize_an_area() -> None:
+    fd = area.create("test", 4096)
+    try:
+        for size in (0, 8192):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+
+
+def test_an_arena_that_cannot_be_shared_is_refused() -> None:
+    with contextlib.closing(Arena(1 << 16)) as arena:
+        from runtime.transport.base import Options
+
+        with pytest.raises(ConfigError, match="shared=True"):
+            ShmTransport(Options(), arena)
+
+
+def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    availability = ShmTransport.probe()
+    assert not availability.ok
+    assert "aarch64" in availability.reason
+
+
+# Who may connect
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[End, bytes]]:
+    end = open_end("shm", Shelf(), arena_bytes=MIB)
+    try:
+        yield end, end.transport.listen(end.source)
+    finally:
+        end.close()
+
+
+def stranger(address: bytes) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(10)
+    sock.connect(b"\0" + address.rpartition(b":")[2])
+    return sock
+
+
+def my_hello(token: str = "a run's token", **changes: int) -> Hello:
+    fields = {
+        "slots": 128,
+        "stride": 2048,
+        "depth": 64,
+        "arena_bytes": 4096,
+        "arena_key": 5,
+        "arena_used": 0,
+        **changes,
+    }
+    ring = area.create("test", 1 << 20)
+    return Hello(**fields, token=token, task="stranger", fds=(ring, os.eventfd(0), area.create("test", 4096)))
+
+
+def answered(sock: socket.socket) -> Hello | None:
+    return hello.receive(sock, hello.WELCOME, "", "the listener")
+
+
+@given(st.binary(min_size=1, max_size=200))
+def test_hello_survives_any_bytes(data: bytes) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        theirs.send(data)
+        with pytest.raises((CorruptMessageError, ProtocolMismatchError, TransportError)):
+            hello.receive(ours, hello.HELLO, "token", "peer")
+
+
+@given(st.integers(0, 60), st.integers(0, 255))
+def test_hello_survives_damage(at: int, value: int) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine = my_hello("t")
+    with ours, theirs, contextlib.closing(mine):
+        hello.send(theirs, hello.HELLO, mine)
+        message, fds = hello.receive_fds(ours)
+        damaged = bytearray(message)
+        damaged[at % len(damaged)] = value
+        socket.send_fds(theirs, [bytes(damaged)], fds)
+        for fd in fds:
+            os.close(fd)
+        try:
+            received = hello.receive(ours, hello.HELLO, "t", "peer")
+        except TransportError:
+            return
+        assert received is not None
+        received.close()
+
+
+def test_strangers_get_a_reason_and_others_are_served() -> None:
+    with listening() as (end, address):
+        silent = stranger(address)  # says nothing, ever
+        with stranger(address) as sock:
+            sock.send(b"GET / HTTP/1.1")
+            with pytest.raises(CorruptMessageError):
+                answered(sock)
+        wrong = [
+            (my_hello("another token"), UnauthenticatedError),
+            (my_hello(slots=100), ProtocolMismatchError),
+            (my_hello(stride=100), ProtocolMismatchError),
+            (my_hello(depth=4096), ProtocolMismatchError),
+        ]
+        for mine, expected in wrong:
+            with stranger(address) as sock, contextlib.closing(mine):
+                hello.send(sock, hello.HELLO, mine)
+                with pytest.raises(expected):
+                    answered(sock)
+        # Descriptors that are not what they should be: the connection just ends.
+        for mine in (my_hello(arena_bytes=1 << 40), my_hello(slots=4096)):
+            with stranger(address) as sock, contextlib.closing(mine):
+                hello.send(sock, hello.HELLO, mine)
+                assert answered(sock) is None
+        reader, writer = os.pipe()
+        swapped = my_hello()
+        with stranger(address) as sock:
+            socket.send_fds(sock, [_message_of(swapped)], [swapped.fds[0], writer, swapped.fds[2]])
+            assert answered(sock) is None
+        for fd in (reader, writer, *swapped.fds):
+            os.close(fd)
+        end.source.put("k", pattern(10))
+        other = open_end("shm", arena_bytes=MIB)
+        channel = other.transport.connect(address, peer="the listener", deadline=soon())
+        assert np.array_equal(channel.fetch("k", deadline=soon()).result(soon()), pattern(10))
+        other.close()
+        silent.close()
+
+
+def _message_of(mine: Hello) -> bytes:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        hello.send(ours, hello.HELLO, mine)
+        message, fds = hello.receive_fds(theirs)
+        for fd in fds:
+            os.close(fd)
+    return message
+
+
+def test_the_kernel_names_the_peer() -> None:
+    with listening() as (_, address), stranger(address) as sock:
+        assert hello.credentials(sock) == (os.getpid(), os.getuid())
+
+
+def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hello, "credentials", lambda sock: (1, os.getuid() + 1))
+    with listening() as (_, address):
+        other = open_end("shm", arena_bytes=MIB)
+        try:
+            with pytest.raises(UnauthenticatedError, match="user"):
+                other.transport.connect(address, peer="the listener", deadline=soon())
+        finally:
+            other.close()
+
+
+def test_an_address_of_another_host_is_not_reached() -> None:
+    with listening() as (end, address):
+        assert end.transport.reaches(address)
+        host, _, name = address.rpartition(b":")
+        elsewhere = host[:-1] + b"x:" + name
+        assert not end.transport.reaches(elsewhere)
+        with pytest.raises(TransportError, match="host"):
+            end.transport.connect(elsewhere, peer="elsewhere", deadline=soon())
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening() as (_, address):
+        mine = my_hello()
+        message = bytearray(_message_of(mine))
+        message[4] = wire.PROTOCOL_VERSION + 1
+        with stranger(address) as sock, contextlib.closing(mine):
+            socket.send_fds(sock, [bytes(message)], list(mine.fds))
+            with pytest.raises(ProtocolMismatchError):
+                answered(sock)
+
+
+# Ends
+
+
+def test_a_producer_killed_in_mid_transfer() -> None:
+    """SIGKILL while large tensors are on their way, both pulled and pushed: PeerLostError, and whole tensors or none."""
+    spawn(2, _killed_in_mid_transfer, may_die=[1])
+
+
+def _killed_in_mid_transfer(rank: Rank) -> None:
+    nbytes = 8 * MIB
+    with rank.connect("shm", arena_bytes=64 * MIB) as end:
+        if rank.rank == 1:
+            end.source.put("k", pattern_tensor(bytes_spec(nbytes), 1, end.arena))
+            offer = rank.exchange()[0]
+            end.channel.prepare(offer)
+            tensor = end.arena.tensor(bytes_spec(nbytes))
+            generation = 0
+            while True:
+                tensor[:] = generation & 0xFF
+                end.channel.push(1, generation, tensor, deadline=soon()).result(soon())
+                generation += 1
+        slot = end.arena.tensor(bytes_spec(nbytes))
+        rank.exchange(end.transport.offer({1: slot}))
+        peer = hello.credentials(end.channel.link._socket)[0]
+        into = end.arena.tensor(bytes_spec(nbytes))
+        pulled = pushed = 0
+        with pytest.raises(PeerLostError):
+            while True:
+                end.transport.arrival(1, pushed).result(soon())
+                assert (slot == pushed & 0xFF).all()
+                end.transport.release(1, pushed)
+                pushed += 1
+                into[:] = 0
+                end.channel.fetch("k", into, deadline=soon()).result(soon())
+                assert np.array_equal(into, pattern(nbytes, 1))
+                pulled += 1
+                if pulled == 5:
+                    fetched = [end.channel.fetch("k", into, deadline=soon()) for _ in range(20)]
+                    os.kill(peer, signal.SIGKILL)
+                    for future in fetched:
+                        future.result(soon())
+        assert pulled == 5
+
+
+def test_wake_ups_are_never_lost() -> None:
+    """Without any spinning every message needs its bell."""
+    with pair("shm", params={"spin_us": 0}) as (a, b):
+        b.source.put("k", pattern(100))
+        into = np.empty(100, np.uint8)
+        for _ in range(500):
+            a.channels[1].fetch("k", into, deadline=soon()).result(soon())
+        assert np.array_equal(into, pattern(100))
+
+
+def _cycle(cycles: int) -> None:
+    """Connect, transfer both ways, close, again and again."""
+    with listening() as (end, address):
+        end.source.put("small", pattern(100))
+        end.source.put("large", pattern(100_000))
+        other = open_end("shm", arena_bytes=MIB)
+        other.transport.connect(address, peer="the listener", deadline=soon()).close()
+        watch = LeakWatch()
+        maps = _mappings()
+        for _ in range(cycles):
+            channel = other.transport.connect(address, peer="the listener", deadline=soon())
+            futures = [channel.fetch(key, deadline=soon()) for key in ("small", "large")]
+            lease = channel.borrow("large", deadline=soon()).result(soon())
+            assert np.array_equal(futures[1].result(soon()), pattern(100_000))
+            assert np.array_equal(futures[0].result(soon()), pattern(100))
+            lease.release()
+            del futures, lease
+            channel.close()
+        assert not watch.leaks()
+        assert eventually(lambda: _mappings() <= maps + 2)
+        assert eventually(lambda: end.source.leased == 0)
+        assert end.arena.used_bytes == 0
+        other.close()
+
+
+def _mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("verbflow" in line for line in maps)
+
+
+def test_cycles_leave_nothing_behind() -> None:
+    _cycle(300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_ten_thousand_cycles_leave_nothing_behind() -> None:
+    _cycle(10_000)
+
+
+def test_both_ends_close_at_once() -> None:
+    for _ in range(20):
+        with pair("shm", arena_bytes=MIB) as (a, b):
+            pending = [end.channel.fetch("never", deadline=soon()) for end in (a, b)]
+            a.channels[1].close()
+            b.transport.close()
+            assert all(future.exception(soon()) is not None for future in pending)
+
+
+def test_a_ring_maps_what_it_needs_and_no_more() -> None:
+    receiver = Receiver(128, 2048)
+    try:
+        assert os.fstat(receiver.fd).st_size == mmap.PAGESIZE + 128 * 2048
+    finally:
+        receiver.close()
