@@ -18,6 +18,7 @@ from runtime.errors import (
     ChannelClosedError,
     PeerLostError,
     ProtocolMismatchError,
+    ShapeError,
     TransportError,
     UnauthenticatedError,
     VerbflowError,
@@ -156,11 +157,12 @@ class InprocChannel(Channel):
                     # Through the wire's form, so that a caller sees the same error that a remote peer would give.
                     pending.fail(wire.error_from_text(wire.error_text(answer).decode(), self.peer))
                 return
-            try:
-                if pending is not None:
+            if pending is not None:
+                try:
                     self._deliver(pending, answer.array)
-            finally:
-                answer.release()
+                except ShapeError as error:  # a dtype that no transport takes
+                    pending.fail(wire.error_from_text(wire.error_text(error).decode(), self.peer))
+            answer.release()
 
         return reply
 

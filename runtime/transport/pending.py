@@ -51,7 +51,10 @@ class Pending:
     for, and the time spent in copying.
     """
 
-    __slots__ = ("_bytes", "_fresh", "_guard", "_into", "_over", "_received", "_spec", "asked_ns", "copy_ns", "deadline", "future", "key")
+    __slots__ = (
+        "_bytes", "_fresh", "_guard", "_into", "_over", "_received", "_spec",
+        "asked_ns", "copy_ns", "deadline", "future", "key",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import NoReturn
 
 import grpc
 import numpy as np
 
 from runtime import wire
 from runtime.deadline import Deadline
-from runtime.errors import ChannelClosedError, CorruptMessageError, PeerLostError, VerbflowError
+from runtime.errors import ChannelClosedError, CorruptMessageError, PeerLostError, ShapeError, VerbflowError
 from runtime.future import Future, failed
 from runtime.tensor import DTYPE_CODES, DTYPES_BY_CODE, MAX_RANK, TensorSpec, byte_view
 from runtime.trace import Phase
@@ -30,10 +31,11 @@ _METHOD = f"/{SERVICE}/RecvTensor"
 
 
 def to_proto(array: np.ndarray) -> TensorProto:
-    """A tensor as a message; copies the content."""
+    """A tensor as a message; copies the content. ShapeError if its dtype cannot travel."""
+    spec = TensorSpec.of(array)
     contiguous = np.ascontiguousarray(array)
     return TensorProto(
-        dtype=DTYPE_CODES[array.dtype.name], dims=array.shape, tensor_content=byte_view(contiguous).tobytes()
+        dtype=DTYPE_CODES[spec.dtype.name], dims=array.shape, tensor_content=byte_view(contiguous).tobytes()
     )
 
 
@@ -57,12 +59,13 @@ class GrpcProtoTransport(GrpcTransportBase):
         def recv_tensor(request: RecvTensorRequest, context: grpc.ServicerContext) -> RecvTensorResponse:
             answer = _wait_for(source, request.rendezvous_key, context)
             if isinstance(answer, BaseException):
-                context.set_trailing_metadata(((_ERROR, wire.error_text(answer)),))
-                context.abort(grpc.StatusCode.ABORTED, "the tensor's producer failed")
-            assert isinstance(answer, Lease)
+                _refuse(context, answer)
             start_ns = time.monotonic_ns()
             with answer as array:
-                response = RecvTensorResponse(tensor=to_proto(array))
+                try:
+                    response = RecvTensorResponse(tensor=to_proto(array))
+                except ShapeError as error:
+                    _refuse(context, error)
                 nbytes, contiguous = array.nbytes, array.flags.c_contiguous
             with self.guard:
                 self.served.served += 1
@@ -94,6 +97,12 @@ class GrpcProtoTransport(GrpcTransportBase):
             channel.close()
             raise
         return channel
+
+
+def _refuse(context: grpc.ServicerContext, error: BaseException) -> NoReturn:
+    context.set_trailing_metadata(((_ERROR, wire.error_text(error)),))
+    context.abort(grpc.StatusCode.ABORTED, "there is no such tensor")
+    raise error  # not reached: abort raises
 
 
 def _wait_for(source: TensorSource, key: str, context: grpc.ServicerContext) -> Lease | BaseException:

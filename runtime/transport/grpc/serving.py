@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 
 from runtime import wire
-from runtime.errors import TransportError
+from runtime.errors import ShapeError, TransportError
 from runtime.tensor import TensorSpec, byte_view
 from runtime.trace import Phase, Tracer
 from runtime.transport.base import Counters, Lease, TensorSource
@@ -28,6 +28,17 @@ from runtime.wire import Kind
 @functools.lru_cache(maxsize=4096)
 def _spec(shape: tuple[int, ...], dtype: np.dtype) -> TensorSpec:
     return TensorSpec(shape, dtype)
+
+
+def _checked(answer: Lease | BaseException) -> Lease | BaseException:
+    """The answer, or the error of a tensor that cannot travel."""
+    if isinstance(answer, Lease):
+        try:
+            _spec(answer.array.shape, answer.array.dtype)
+        except ShapeError as error:
+            answer.release()
+            return error
+    return answer
 
 
 class _Asked:
@@ -43,6 +54,7 @@ class _Asked:
 
     def reply(self, answer: Lease | BaseException) -> None:
         """TensorSource's reply; any thread, never blocks for long."""
+        answer = _checked(answer)
         with self.session.guard:
             if not self.late:
                 self.answer = answer
