@@ -27,13 +27,13 @@ from runtime.graph.graph import Node, Output
 from runtime.graph.initialisers import zeros
 from runtime.graph.math_ops import mul
 from runtime.graph.state_ops import (
+    GLOBAL_STEP,
     accumulator_apply,
     accumulator_take,
     advance_step,
     assign,
     assign_add,
     await_step,
-    global_step,
     variable,
 )
 from runtime.tensor import TensorSpec
@@ -81,8 +81,18 @@ class LocalUpdates:
 
 def asynchronous(loss: Output, optimizer: Optimizer, params: Sequence[Output] | None = None) -> Asynchronous:
     """Every worker pulls, computes and pushes on its own; pulls may see updates half done."""
-    train = optimizer.minimise(loss, params, global_step(loss.graph))
+    pairs = compute_gradients(loss, params)
+    train = optimizer.apply_gradients(pairs, shared_step(pairs[0][0]))
     return Asynchronous(train, train.out)
+
+
+def shared_step(beside: Output) -> Output:
+    """The graph's global step; made on the task of the variable ``beside`` if there is none, so that all workers share it."""
+    graph = beside.graph
+    if GLOBAL_STEP in graph:
+        return graph.node(GLOBAL_STEP).out
+    with graph.root_scope():
+        return variable(GLOBAL_STEP, (), np.int64, colocate=beside)
 
 
 def synchronous(
@@ -105,7 +115,7 @@ def _aggregated(
     if not 1 <= aggregate <= replicas or not 0 <= worker < replicas:
         raise ConfigError(f"{aggregate} gradients of {replicas} replicas, as replica {worker}: that cannot be")
     graph = pairs[0][0].graph
-    step = global_step(graph)
+    step = shared_step(pairs[0][0])
     with graph.as_default(), graph.scope("synchronous"):
         # On the task that works, or on the step's, where it costs one more edge: wherever placement puts it.
         local_step = placeholder((), np.int64, name="local_step")
@@ -161,7 +171,6 @@ def _local_updates(
         raise ConfigError(f"a window of {window} local steps cannot be")
     graph = loss.graph
     pairs = compute_gradients(loss)
-    step = global_step(graph)
     with graph.as_default():
         gathered = []
         changed = []
@@ -173,6 +182,7 @@ def _local_updates(
             changed.append(local.apply(own, gradient))
         local_step = group(changed)
         theirs = [_server_copy(own, place) for own, _ in pairs]
+        step = shared_step(theirs[0])
         pushed: list[tuple[Output, Output]] = []
         for target, total in zip(theirs, gathered):
             with graph.colocate_with(total.node):
