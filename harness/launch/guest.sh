@@ -58,6 +58,7 @@ for ((attempt = 0; ; attempt++)); do
     sleep 0.1
 done
 
+export VERBFLOW_INTERFACE=$interface
 # A copy, because the exchange is private to the host's user and $user may be another.
 mkdir -p /run/verbflow && install -m 755 "$exchange/job" /run/verbflow/job
 run=(bash /run/verbflow/job)

@@ -282,13 +282,14 @@ class VerbsLink(Link):
                 return
             self._closed = True
             self._fail(ChannelClosedError(f"the link with {self.peer} was closed"))
-            # The queue pair first: while it lives the device may write to memory and look for receives.
-            self._pair.close()
-            self._ring_region.close()
-            self._receive_views.clear()
-            self._ring.release()
-            if self._socket is not None:
-                self._socket.close()
+            with contextlib.ExitStack() as stack:  # the last one pushed runs first, and all run
+                if self._socket is not None:
+                    stack.callback(self._socket.close)
+                stack.callback(self._ring.release)
+                stack.callback(self._receive_views.clear)
+                stack.callback(self._ring_region.close)
+                # The queue pair first: while it lives the device may write to memory and look for receives.
+                stack.callback(self._pair.close)
 
     # What tests and benchmarks look at
 
