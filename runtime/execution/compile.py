@@ -117,7 +117,7 @@ class _Compiler:
                 for number, (event, work) in enumerate(order.events)
                 if event is Event.ARRIVAL and work.edge is not None
             ],
-            event_names=[f"{event.value} of {work.name}" for event, work in order.events],
+            event_names=[work.name for _, work in order.events],
             finishes=[number for number, (event, _) in enumerate(order.events) if event is Event.FINISH],
             kept=[work.edge for work in order.kept_recvs if work.edge is not None],
             feeds={work.name: self._array(work.writes[0]) for work in order.order if work.kind is Kind.FEED},

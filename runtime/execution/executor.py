@@ -344,8 +344,8 @@ class Executor:
                 peer = state.rendezvous.peer_state(arrival.edge)
                 error = state.deadline.error(f"{state.rendezvous.describe(arrival.edge)}{more}")
                 return DeadlineError(f"{error}; {peer}") if peer else error
-        name = self._event_names[waiting[0]] if waiting else "step"
-        return state.deadline.error(f"{name}{more}")
+        what = f"{self._event_names[waiting[0]]} waits for {state.watched[waiting[0]].what}" if waiting else "the step"
+        return state.deadline.error(f"{what}{more}")
 
     def _translated(self, error: Exception, calls: list[Call], at: int) -> Exception:
         if isinstance(error, VerbflowError):

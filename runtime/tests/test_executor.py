@@ -456,7 +456,7 @@ def test_an_asynchronous_op_that_does_not_end_is_named_and_withdrawn():
         x = ops.placeholder((3,), F32, name="x")
         put = queue_ops.enqueue("q", x, 2)
     engine = LocalEngine(graph)
-    with pytest.raises(DeadlineError, match=r"finish of wanted: no answer for 0\.\d"):
+    with pytest.raises(DeadlineError, match=r"wanted waits for a tensor in queue q: no answer for 0\.\d"):
         engine.run([got], None, Deadline.after(0.05))
     # The question was withdrawn, so the next tensor goes to the next who asks.
     value = np.arange(3, dtype=F32)
