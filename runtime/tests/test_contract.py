@@ -12,13 +12,20 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from runtime.tests import contract
+from runtime.tests import contract, contract_failures, contract_static
+from runtime.tests.pairwise import pairwise
 from runtime.transport.registry import known, transport_class
 
 TRANSPORTS = [name for name in known() if name != "null"]
 SELECTED = os.environ.get("VERBFLOW_CONTRACT_TRANSPORTS", ",".join(TRANSPORTS)).split(",")
 ONE_PROCESS_ONLY = {"inproc": {"check_two_processes", "check_peer_killed", "check_peer_stopped"}}
 SLOW = {"check_gibibyte"}
+CHECKS = {
+    label: check
+    for module in (contract, contract_failures, contract_static)
+    for label, check in vars(module).items()
+    if label.startswith("check_")
+}
 
 
 def cases() -> list[object]:
@@ -30,7 +37,7 @@ def cases() -> list[object]:
             marks=[pytest.mark.slow] if label in SLOW else [],
         )
         for name in SELECTED
-        for label, check in contract.CHECKS.items()
+        for label, check in CHECKS.items()
         if label not in ONE_PROCESS_ONLY.get(name, ())
     ]
 
@@ -49,7 +56,7 @@ def test_contract(name: str, check: Callable[[str], None]) -> None:
 
 def test_pairwise_holds_every_pair() -> None:
     factors = {"a": [1, 2, 3], "b": "xy", "c": [True, False], "d": range(4)}
-    rows = contract.pairwise(factors)
+    rows = pairwise(factors)
     for left in factors:
         for right in factors:
             if left != right:
