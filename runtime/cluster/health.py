@@ -33,6 +33,7 @@ class Watch:
     on_lost: Callable[[str, PeerLostError], None]
     seen_ns: int = field(default_factory=time.monotonic_ns)
     sent_ns: int = 0
+    answers: int = 0
     refusals: int = 0
     pending: bool = False
     lost: PeerLostError | None = None
@@ -134,6 +135,7 @@ class HealthMonitor:
             self._lose(watch, "it was restarted: its incarnation is another one")
             return
         watch.seen_ns = time.monotonic_ns()
+        watch.answers += 1
 
     def _lose(self, watch: Watch, why: str) -> None:
         with self._guard:

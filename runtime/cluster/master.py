@@ -64,6 +64,7 @@ class Master:
     def __init__(self, tasks: Mapping[str, Task], health: HealthMonitor, *, startup_s: float) -> None:
         self.session = secrets.randbits(62) | 1 << 62
         self._tasks = dict(tasks)
+        self._home = next((name for name, task in tasks.items() if isinstance(task, LocalTask)), "")
         self._health = health
         self._startup_s = startup_s
         self._steps = itertools.count(1)
@@ -274,6 +275,7 @@ class Master:
             feeds=list(part.feeds),
             fetches=list(part.fetches),
             peers=[peers[other] for other in others],
+            master=self._home,
             routes=[
                 pb.Route(
                     peer=other,

@@ -47,6 +47,7 @@ class _Registered:
 
     handle: str
     session: int
+    master: str
     executor: Executor
     sends: list[Edge]
     receives: list[Edge]
@@ -154,6 +155,7 @@ class Worker:
         graph = _Registered(
             request.handle,
             request.session,
+            request.master,
             executor,
             part.sends,
             part.recvs,
@@ -235,6 +237,9 @@ class Worker:
             except BaseException as error:
                 self.rendezvous.abort(step, error)
                 self.resources.cancel(step, error)
+                lost = error.__cause__ if isinstance(error, StepAbortedError) else error
+                if isinstance(lost, PeerLostError):
+                    _LOG.warning("%s: step %#x failed: %s", self.task, step, lost)
                 raise
         finally:
             graph.running = 0
@@ -242,7 +247,8 @@ class Worker:
 
     def abort(self, step: int, reason: BaseException, running: bool = False) -> None:
         """Give a step up; ``running``: only if it runs here."""
-        if not running or any(graph.running == step for graph in list(self._graphs.values())):
+        runs = any(graph.running == step for graph in list(self._graphs.values()))
+        if runs or not running:
             self.rendezvous.abort(step, reason)
             self.resources.cancel(step, reason)
 
@@ -354,11 +360,22 @@ class Worker:
 
     def _peer_lost(self, task: str, error: PeerLostError) -> None:
         _LOG.warning("%s: %s", self.task, error)
+        orphans: dict[int, list[str]] = {}
         for graph in list(self._graphs.values()):
             step = graph.running
             if task in graph.peers and step:
                 self.rendezvous.abort(step, error)
+                self.resources.cancel(step, error)
+            if graph.master == task:
+                orphans.setdefault(graph.session, []).append(graph.handle)
         self.transports.drop(task, error)
+        if orphans:
+            # Waits for the steps to leave, which the health monitor's thread must not.
+            threading.Thread(target=self._drop_orphans, args=(orphans,), name="verbflow-orphans", daemon=True).start()
+
+    def _drop_orphans(self, orphans: Mapping[int, list[str]]) -> None:
+        for session, handles in orphans.items():
+            self.deregister(session, handles)
 
     def _transport_to(self, graph: _Registered, peer: str) -> str:
         if peer not in graph.transports or peer not in graph.peers:

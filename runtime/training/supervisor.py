@@ -19,10 +19,10 @@ import numpy as np
 from runtime.cluster.session import Session
 from runtime.deadline import Deadline
 from runtime.errors import (
+    ChannelClosedError,
     DeadlineError,
     PeerLostError,
     StepAbortedError,
-    TransportError,
     UnknownGraphError,
     VerbflowError,
 )
@@ -40,7 +40,7 @@ _READY = "supervisor"
 _POLL_S = 0.1
 _CALL_S = 120.0
 # What a lost, restarted or hung task looks like from here. Anything else is a mistake that a retry would only repeat.
-RECOVERABLE = (PeerLostError, UnknownGraphError, StepAbortedError, DeadlineError, TransportError)
+RECOVERABLE = (PeerLostError, ChannelClosedError, UnknownGraphError, StepAbortedError, DeadlineError)
 
 T = TypeVar("T")
 
