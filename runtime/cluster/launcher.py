@@ -62,7 +62,13 @@ class TaskProcess:
         return self.process.pid
 
     def wait_ready(self, deadline: Deadline) -> dict[str, Any]:
-        """The task's ready line. PeerLostError with its last words if it ended, DeadlineError if it says nothing."""
+        """The task's ready line; see ``read_line``."""
+        self.ready = self.read_line(deadline)
+        return self.ready
+
+    def read_line(self, deadline: Deadline) -> dict[str, Any]:
+        """The next line of JSON that the task prints. PeerLostError with its last words if it ended, DeadlineError (and the
+        task is killed) if it says nothing."""
         line: list[bytes] = []
         assert self.process.stdout is not None
         stdout = self.process.stdout
@@ -72,12 +78,12 @@ class TaskProcess:
         if reader.is_alive():
             self.kill()
             reader.join()
-            raise deadline.error(f"start of {self.name}")
+            raise deadline.error(f"a line from {self.name}")
         if not line[0]:
             code = self.wait(Deadline.after(10))
-            raise PeerLostError(f"{self.name} ended with code {code} before it was ready: {self.errors() or 'silent'}")
-        self.ready = json.loads(line[0])
-        return self.ready
+            raise PeerLostError(f"{self.name} ended with code {code}: {self.errors() or 'silent'}")
+        said: dict[str, Any] = json.loads(line[0])
+        return said
 
     def errors(self) -> str:
         """The last 4000 bytes of its standard error."""

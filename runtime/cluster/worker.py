@@ -34,6 +34,7 @@ from runtime.execution.step import FetchRoute, PushRoute, RendezvousManager, Rou
 from runtime.graph.partition import Partition
 from runtime.graph.serialize import load_graph
 from runtime.memory.arena import Arena
+from runtime.memory.plan import Place
 from runtime.trace import Tracer
 
 _LOG = logging.getLogger("verbflow.cluster")
@@ -303,10 +304,18 @@ class Worker:
             arena_used_bytes=self.arena.used_bytes,
             arena_peak_bytes=self.arena.peak_bytes,
             variable_bytes=sum(self.variables("").values()),
-            plan_bytes=sum(graph.executor.resident_bytes for graph in list(self._graphs.values())),
+            plan_bytes=self._plan_bytes(),
             resident_bytes=resident,
             peak_resident_bytes=peak,
         )
+
+    def _plan_bytes(self) -> int:
+        graphs = list(self._graphs.values())
+        if not graphs:
+            return 0
+        # Graphs share the variables; everything else is each one's own.
+        own = sum(graph.executor.resident_bytes - graph.executor.plan.bytes_of(Place.VARIABLE) for graph in graphs)
+        return own + sum(self.variables("").values())
 
     def trace(self, request: pb.TraceRequest) -> pb.TraceReply:
         spans, names = self.tracer.spans()

@@ -13,6 +13,7 @@ import argparse
 import json
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--recover-s", type=float, default=0.0, help="how long a lost task is waited for; 0: give up at once"
     )
+    made.add_argument("--linger", action="store_true", help="stay up after the last step until told to end")
     made.add_argument("--output", help="the report's file")
     return made
 
@@ -69,8 +71,12 @@ def main(argv: list[str] | None = None) -> int:
     set_threads(arguments.blas_threads)
     token = read_token(arguments.token_fd)
 
+    done, told = threading.Event(), threading.Event()
+
     def on_signal(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        told.set()
+        if not done.is_set():
+            raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, on_signal)
     if arguments.end_with_stdin:
@@ -84,24 +90,28 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with server:
             print(json.dumps(server.ready_line()), flush=True)
-            _train(arguments, server)
+            _train(arguments, server, done, told)
     except (VerbflowError, OSError) as error:
         return exit_code(error)
     return EXIT_OK
 
 
-def _train(arguments: argparse.Namespace, server: Server) -> None:
+def _train(arguments: argparse.Namespace, server: Server, done: threading.Event, told: threading.Event) -> None:
     from runtime.training.job import Job
     from runtime.training.report import write_report
 
     job = Job(arguments, server)
     try:
         report = job.run()
+        if arguments.output:
+            write_report(Path(arguments.output), report)
+        done.set()
+        print(json.dumps(report.summary()), flush=True)
+        while arguments.linger and not told.wait(1.0):  # a bounded wait, so that signals are handled
+            pass
     finally:
+        done.set()
         job.close()
-    if arguments.output:
-        write_report(Path(arguments.output), report)
-    print(json.dumps(report.summary()), flush=True)
 
 
 if __name__ == "__main__":
