@@ -52,7 +52,7 @@ def names() -> list[str]:
 def architecture(name: str, **options: Any) -> Architecture:
     """The network called ``name`` with ``options`` (fields of its class); ConfigError lists what there is on a miss."""
     if name == _SYNTHETIC:
-        own = {key: options.pop(key) for key in ("seconds", "batch") if key in options}
+        own = {key: options.pop(key) for key in ("seconds", "batch", "overlap") if key in options}
         return Synthetic(architecture(options.pop("like", "alexnet"), **options), **own)
     make = _MODELS.get(name)
     if make is None:

@@ -21,11 +21,16 @@ from runtime.models.model import Architecture, Model, build_model
 @dataclass(frozen=True, slots=True)
 class Synthetic:
     """The parameters of ``like``, in its layers' order; a training step computes for ``seconds`` in all, shared by the layers in
-    proportion to their operations, a third of it forward. Layers without products take no time."""
+    proportion to their operations, a third of it forward. Layers without products take no time.
+
+    With ``overlap`` False the layers are one: it waits for all weights, and all gradients come at its end, so that the
+    network's time adds to the compute's in full.
+    """
 
     like: Architecture
     seconds: float = 224 / 300
     batch: int = 24
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.seconds < 0:
@@ -47,6 +52,8 @@ class Synthetic:
             tensors.setdefault(owner, [])
             layers.product(product.layer, product.flops, product.first)
         total, token = max(1, sum(flops.values())), seed
+        if not self.overlap:
+            tensors, flops = {"whole": [value for values in tensors.values() for value in values]}, {"whole": total}
         for name, values in tensors.items():
             forward = self.seconds / 3 * flops.get(name, 0) / total
             token = seed.graph.add(
