@@ -113,7 +113,7 @@ class Training(Benchmark):
         cluster = {"ps": addresses[: p.servers], "worker": addresses[p.servers :]}
         worker = ctx.rank - p.servers
         job, task = ("worker", worker) if worker >= 0 else ("ps", ctx.rank)
-        own = transport_params(p)
+        own = self.transport_params(ctx, p)
         with ExitStack() as stack:
             server = stack.enter_context(
                 Server(
@@ -122,7 +122,7 @@ class Training(Benchmark):
                     task,
                     transport=p.transport,
                     token=ctx.token,
-                    arena_bytes=p.arena_bytes,
+                    arena_bytes=self.arena_bytes(p, worker),
                     threads=p.threads or max(1, len(os.sched_getaffinity(0)) // p.workers),
                     bind=ctx.host,
                     params={p.transport: own} if own and p.transport in ONE_SIDED else None,
@@ -140,14 +140,24 @@ class Training(Benchmark):
         ctx.group.barrier()
         return state
 
+    def transport_params(self, ctx: RankContext, p: TrainingParams) -> dict[str, Any]:
+        """The transport's own settings."""
+        return transport_params(p)
+
+    def arena_bytes(self, p: TrainingParams, worker: int) -> int:
+        """Memory of worker ``worker``, or of a server where that is negative."""
+        return p.arena_bytes
+
+    def model_options(self, p: TrainingParams) -> dict[str, Any]:
+        return {"like": p.like, "seconds": p.compute_ns * 1e-9} if p.model == "synthetic" else {}
+
     def build(self, ctx: RankContext, p: TrainingParams, state: TrainingState) -> None:
         """A worker's graph, feeds and session."""
         servers = [task_name("ps", index) for index in range(p.servers)]
         choose = GreedyByBytes(servers) if p.placement == "greedy" else RoundRobin(servers)
-        options: dict[str, Any] = {"like": p.like, "seconds": p.compute_ns * 1e-9} if p.model == "synthetic" else {}
         graph = Graph()
         with graph.as_default(), graph.device(task_name("worker", state.worker)), graph.variable_devices(choose):
-            model = catalog.build(p.model, p.batch, **options)
+            model = catalog.build(p.model, p.batch, **self.model_options(p))
             rule = optimizer(p.optimizer, 1e-3)
             if p.synchrony == "synchronous":
                 state.scheme = schemes.synchronous(
