@@ -236,13 +236,21 @@ def check_counters(name: str) -> None:
 
 
 def check_connecting_again_and_again(name: str) -> None:
-    """Channels come and go on one listener; what they leave behind, the fixture of the test sees."""
+    """Channels come and go on one listener, and take with them what they opened at both ends."""
     with pair(name) as (client, server):
         server.source.put("key", pattern(5000))
-        for at in range(10):
-            channel = client.transport.connect(server.address, peer=f"visit {at}", deadline=soon())
-            assert np.array_equal(channel.fetch("key", deadline=soon()).result(soon()), pattern(5000))
-            channel.close()
+
+        def visit(times: int) -> None:
+            for _ in range(times):
+                channel = client.transport.connect(server.address, peer="the server", deadline=soon())
+                assert np.array_equal(channel.fetch("key", deadline=soon()).result(soon()), pattern(5000))
+                channel.close()
+
+        visit(3)
+        after_three = len(os.listdir("/proc/self/fd"))
+        visit(12)
+        # What the last visitors opened may be on its way out; what each of the twelve left would not be.
+        assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= after_three + 6)
 
 
 def check_two_processes(name: str) -> None:

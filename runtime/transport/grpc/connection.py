@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-import grpc.experimental
 
 from runtime import wire
 from runtime.errors import (
@@ -197,8 +196,6 @@ class GrpcTransportBase(Transport):
             *_common_options(self.settings),
             ("grpc.max_receive_message_length", self.max_reply_bytes),
             ("grpc.use_local_subchannel_pool", 1),
-            # The thread that iterates over a stream of answers then polls for them itself: one hand-over less a message.
-            (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
         ]
         try:
             target = address.decode("ascii")
