@@ -40,7 +40,7 @@ from runtime.testing import (
     same_bytes,
     spawn,
 )
-from runtime.tests.contract import KIB, MIB, bytes_spec, soon
+from runtime.tests.contract import KIB, MIB, PATIENCE, bytes_spec, soon
 
 
 def check_abort_with_fetches_in_flight(name: str) -> None:
@@ -285,8 +285,10 @@ def _rank_whose_peer_is_stopped(rank: Rank, name: str) -> None:
             # A peer that runs on another processor stops a moment later, and may answer in it.
             assert eventually(lambda: Path(f"/proc/{peer}/stat").read_text().rpartition(")")[2].split()[0] == "T")
             for seconds in (0.3, 2.5):
-                error = end.channel.fetch("key", deadline=Deadline.after(seconds)).exception(Deadline.after(10))
+                wait = Deadline.after(PATIENCE)
+                error = end.channel.fetch("key", deadline=Deadline.after(seconds)).exception(wait)
                 assert isinstance(error, (DeadlineError, PeerLostError)), repr(error)
+                assert wait.remaining() > 0.6 * PATIENCE, "the wait did not end with the fetch"
             end.channel.close()
         finally:
             os.kill(peer, signal.SIGKILL)

@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import grpc
 import numpy as np
@@ -141,9 +142,8 @@ class GrpcChannel(Channel):
 
     def fetch(self, key: str, into: np.ndarray | None = None, *, deadline: Deadline) -> Future[np.ndarray]:
         raw = encode_key(key)
-        pending = Pending(
-            key, into, deadline, f"fetch of {key} from {self.peer} over grpc", self._drive, self._wake.set
-        )
+        drive = partial(self._drive, deadline)
+        pending = Pending(key, into, deadline, f"fetch of {key} from {self.peer} over grpc", drive, self._wake.set)
         tag = next(self._tags)
         if self._tracer.enabled:
             pending.asked_ns = time.monotonic_ns()
@@ -206,8 +206,9 @@ class GrpcChannel(Channel):
         self._threads.append(thread)
         thread.start()
 
-    def _drive(self, deadline: Deadline, done: Callable[[], bool]) -> None:
+    def _drive(self, of_fetch: Deadline, of_wait: Deadline, done: Callable[[], bool]) -> None:
         """Read *ask* on the waiting thread, as long as an answer is due on it. Returns early; the caller then sleeps."""
+        deadline = of_fetch if of_fetch.at_ns < of_wait.at_ns else of_wait
         if deadline.remaining() > _ANSWER_SECONDS and self._driving.acquire(blocking=False):
             try:
                 self._driver_deadline_ns = deadline.at_ns
