@@ -85,13 +85,13 @@ def compile_cross_entropy_gradient(
 
 
 def compile_in_top_k(logits: np.ndarray, labels: np.ndarray, found: np.ndarray, k: int, node: str) -> Call:
-    """``found[b]``: whether fewer than ``k`` logits of row b are larger than its label's."""
+    """``found[b]``: whether fewer than ``k`` logits of row b are larger than its label's. Never with a NaN, which all miss."""
     rows, classes = _row_numbers(logits), logits.shape[1]
-    larger = np.empty(logits.shape, np.bool_)
+    not_larger = np.empty(logits.shape, np.bool_)
 
     def in_top_k() -> None:
         _check_labels(labels, classes, node)
-        np.greater(logits, logits[rows, labels][:, None], out=larger)
-        np.less(np.count_nonzero(larger, axis=1), k, out=found)
+        np.less_equal(logits, logits[rows, labels][:, None], out=not_larger)
+        np.greater(np.count_nonzero(not_larger, axis=1), classes - k, out=found)
 
     return in_top_k

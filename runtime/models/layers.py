@@ -72,11 +72,12 @@ class Layers:
         self.products: list[Product] = []
         self._initialiser = initialiser
 
-    def weights(self, name: str, shape: Sequence[int], fan_in: int) -> Output:
-        """A weight tensor: He's normal, or dlbench's truncated normal of standard deviation 0.1."""
+    def weights(self, name: str, shape: Sequence[int], relu: bool = True) -> Output:
+        """A weight tensor: normal of variance 2 / fan-in before a ReLU (He), 1 / fan-in otherwise; or dlbench's truncated normal
+        of standard deviation 0.1."""
         if self._initialiser == "dlbench":
             return self.parameters.get(name, shape, initialisers.truncated_normal(0.0, 0.1))
-        return self.parameters.get(name, shape, initialisers.he_normal(fan_in))
+        return self.parameters.get(name, shape, initialisers.normal(0.0, ((1 + relu) / math.prod(shape[:-1])) ** 0.5))
 
     def bias(self, name: str, size: int) -> Output:
         return self.parameters.get(name, (size,), initialisers.zeros())
@@ -100,7 +101,7 @@ class Layers:
     ) -> Output:
         """Convolution, then max-pooling of (kernel, stride) if given, then bias and ReLU if wanted."""
         channels = x.shape[3]
-        w = self.weights(f"{name}/weights", (kernel, kernel, channels, filters), kernel * kernel * channels)
+        w = self.weights(f"{name}/weights", (kernel, kernel, channels, filters))
         x = nn_ops.conv2d(x, w, stride, padding, name=f"{name}/conv")
         self.product(name, 2 * x.spec.size * kernel * kernel * channels)
         if pool is not None:
@@ -114,7 +115,7 @@ class Layers:
         if len(x.shape) > 2:
             x = ops.reshape(x, (x.shape[0], -1), name=f"{name}/flat")
         inputs = x.shape[1]
-        w = self.weights(f"{name}/weights", (inputs, units), inputs)
+        w = self.weights(f"{name}/weights", (inputs, units), activation == "relu")
         y = ops.matmul(x, w, name=f"{name}/product")
         self.product(name, 2 * x.shape[0] * inputs * units)
         y = nn_ops.bias_add(y, self.bias(f"{name}/biases", units), activation == "relu", name=f"{name}/bias")

@@ -95,7 +95,7 @@ def test_cross_entropy_of_logits_that_would_overflow(graph: Graph) -> None:
     losses = nn_ops.sparse_softmax_cross_entropy(logits, labels)
     (grad,) = gradients(losses, [logits])
     assert grad is not None
-    feeds = {"logits": [[1e4, 0, -1e4], [1e4, 0, -1e4], [5, 5, 5]], "labels": [0, 2, 1]}
+    feeds: dict[str, Any] = {"logits": [[1e4, 0, -1e4], [1e4, 0, -1e4], [5, 5, 5]], "labels": [0, 2, 1]}
     np.testing.assert_allclose(value(losses, **feeds), [0, 2e4, np.log(3)], 1e-6)
     np.testing.assert_allclose(value(grad, **feeds), [[0, 0, 0], [1, 0, -1], [1 / 3, -2 / 3, 1 / 3]], 1e-6, 1e-6)
 
@@ -108,7 +108,7 @@ def test_softmax_sums_to_one(graph: Graph) -> None:
 
 def test_in_top_k(graph: Graph) -> None:
     logits, labels = ops.placeholder((4, 3), name="logits"), ops.placeholder((4,), np.int32, "labels")
-    feeds = {"logits": [[3, 2, 1], [3, 2, 1], [3, 2, 1], [2, 2, 2]], "labels": [0, 1, 2, 2]}
+    feeds: dict[str, Any] = {"logits": [[3, 2, 1], [3, 2, 1], [3, 2, 1], [2, 2, 2]], "labels": [0, 1, 2, 2]}
     np.testing.assert_array_equal(value(nn_ops.in_top_k(logits, labels), **feeds), [True, False, False, True])
     np.testing.assert_array_equal(value(nn_ops.in_top_k(logits, labels, 2), **feeds), [True, True, False, True])
 
