@@ -33,11 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def grpc_is_warm() -> None:
-    """gRPC opens descriptors at its first use and keeps them; that is no leak of the first test."""
+def grpc_is_warm() -> Iterator[None]:
+    """gRPC opens descriptors at its first use; that is no leak of the first test.
+
+    It closes them some time after its last channel is gone, and opens others with the next: one stays open until the end.
+    """
     with pair("grpc") as (client, server):
         server.source.put("key", pattern(8))
         client.channel.fetch("key", deadline=Deadline.after(30)).result(Deadline.after(30))
+        yield
 
 
 @pytest.fixture(autouse=True)
