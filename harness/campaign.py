@@ -166,7 +166,10 @@ def perform(folder: Path, plan: Plan, place: Place, progress: Progress) -> dict[
             )
         except vm.GuestError as error:
             print(f"verbflow: {error}", file=sys.stderr)
-            if len(runner.finished(folder, plan)) == before and boot > 0:
+            stored = len(runner.finished(folder, plan))
+            if stored == len(plan.trials):
+                break
+            if stored == before and boot > 0:
                 raise
             continue
         if outcome.returncode not in (0, 3):

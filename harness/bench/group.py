@@ -6,6 +6,7 @@ namespaces), TCP otherwise. Where rank 0 listens is written to a file in the tri
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -52,13 +53,17 @@ class Group:
             raise PeerLostError(
                 f"rank {rank} waited {deadline.elapsed():.1f} s in vain for rank {names} to join"
             ) from error
+        except BaseException:
+            self.close()
+            raise
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (JSON), by rank. Raises GroupError if a rank failed, PeerLostError if it is gone."""
         if self.size == 1:
             return [value]
         if self.rank:
-            self._send(0, {"value": value})
+            with contextlib.suppress(PeerLostError):  # it may have said why before it left: that is read next
+                self._send(0, {"value": value})
             reply = self._receive(0)
             if "error" in reply:
                 raise GroupError(reply["error"])

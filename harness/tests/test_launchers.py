@@ -1,0 +1,58 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.launch.base import RankSpec, known_launchers, launcher
+from harness.launch.slurm import SlurmLauncher
+from runtime.errors import ConfigError
+
+PROGRAM = [sys.executable, "-m", "harness.bench.rank", "/shared/a b", "1"]
+
+
+def spec(**changes):
+    return RankSpec(**{"rank": 1, "size": 3, "folder": Path("/shared/a b"), **changes})
+
+
+def test_local_starts_the_rank_itself_and_pins_it_where_told():
+    assert launcher("local").command(spec()) == PROGRAM
+    assert launcher("local").command(spec(cpus=(0, 2))) == ["taskset", "--cpu-list", "0,2", *PROGRAM]
+
+
+def test_mpi_starts_one_rank_at_its_host_and_passes_the_token_by_name_only():
+    found = launcher("mpi", {"hosts": ["a", "b"]})
+    assert found.host(3) == "b"
+    command = found.command(spec(host="b", environment={"OMP_NUM_THREADS": "1"}))
+    assert command == [
+        "mpirun", "-np", "1", "--host", "b", "-x", "VERBFLOW_TOKEN", "-x", "VERBFLOW_PARENT_DEATH", "-x", "PYTHONUNBUFFERED",
+        "-x", "OMP_NUM_THREADS", *PROGRAM,
+    ]  # fmt: skip
+    mpich = launcher("mpi", {"hosts": ["a"], "flavour": "mpich"}).command(spec(host="a"))
+    assert mpich[:7] == ["mpirun", "-np", "1", "-hosts", "a", "-genvlist", ",".join(command[6:11:2])]
+
+
+def test_slurm_places_ranks_over_the_nodes_of_the_allocation(monkeypatch):
+    monkeypatch.setattr(SlurmLauncher, "_nodes", lambda self: ("n1", "n2"))
+    command = launcher("slurm", {"srun_args": ["--mpi=none"]}).command(spec())
+    assert command == [
+        "srun", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--overlap", "--kill-on-bad-exit=1", "--export=ALL", "--quiet",
+        "--mpi=none", *PROGRAM,
+    ]  # fmt: skip
+
+
+def test_netns_builds_a_shaped_network_and_takes_it_down_again():
+    found = launcher("netns", {"rate": "1Gbit/s", "delay": "50us"})
+    commands = [" ".join(command) for command in found.bring_up(2)]
+    assert sum("netns add" in command for command in commands) == 3
+    assert sum("tbf rate 1000000000bit" in command for command in commands) == 4
+    assert sum("netem delay 50us" in command for command in commands) == 4
+    assert found.host(1) == "10.99.0.2"
+    assert found.command(spec())[:4] == ["ip", "netns", "exec", found.namespace(1)]
+    assert found.take_down() == []
+
+
+def test_unknown_launchers_and_options_list_the_known_ones():
+    with pytest.raises(ConfigError, match=", ".join(known_launchers())):
+        launcher("teleport")
+    with pytest.raises(ConfigError, match="has no option color"):
+        launcher("local", {"color": "red"})
