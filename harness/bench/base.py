@@ -38,6 +38,7 @@ _CLASSES = {
     "overhead": "harness.bench.overhead:Overhead",
     "nullstep": "harness.bench.nullstep:NullStep",
     "training": "harness.bench.training:Training",
+    "alone": "harness.bench.alone:Alone",
     "emulated": "harness.bench.emulated:Emulated",
     "perftest": "harness.bench.peers.perftest:Perftest",
     "tensorflow": "harness.bench.peers.tensorflow:TensorFlowFetch",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from harness.bench.base import RankContext, VerificationError, parameter
-from harness.bench.training import ONE_SIDED, Training, TrainingParams, TrainingState
+from harness.bench.training import Training, TrainingParams, TrainingState
 from runtime.cluster.session import Session
 from runtime.errors import ConfigError
 from runtime.graph.graph import Graph
@@ -71,8 +71,6 @@ class Emulated(Training):
 
     def transport_params(self, ctx: RankContext, p: Any) -> dict[str, Any]:
         own = super().transport_params(ctx, p)
-        if p.transport in ONE_SIDED and p.spin_us != 60:
-            own["spin_us"] = p.spin_us
         if p.fabric_rate:
             if p.transport != "shm":
                 raise ConfigError(f"a fabric paces shm between processes of one machine, not {p.transport}")

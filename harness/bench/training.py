@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.bench.alone import random_feeds
 from harness.bench.base import TRANSPORTS, Benchmark, RankContext, VerificationError, parameter
 from harness.bench.transfer import transport_params
 from runtime.cluster.server import Server
@@ -171,15 +172,7 @@ class Training(Benchmark):
             else:
                 state.scheme = schemes.asynchronous(model.loss, rule, model.parameters)
                 state.target = state.scheme.train
-        generator = np.random.default_rng(state.worker)
-        state.feeds = {}
-        for node in [*model.inputs.values(), model.labels]:
-            if node.node.op.name != "Placeholder":
-                continue
-            if node.dtype.kind == "f":
-                state.feeds[node] = generator.random(node.shape, dtype=np.float32)
-            else:
-                state.feeds[node] = generator.integers(0, model.logits.shape[-1], node.shape).astype(node.dtype)
+        state.feeds = random_feeds(model, state.worker)
         state.model = model
         state.moved = 2 * model.parameter_bytes
         self.connect(ctx, state, graph)

@@ -27,6 +27,7 @@ from runtime.transport.base import Channel, Lease, Reply, Transport
 
 ONE_PROCESS = ("inproc", "null")
 _GUARD = 64
+_SETTINGS = {"spin_us": 60, "message_reuse": True, "tensor_reuse": True, "pool": True}
 _KEY = "/job:bench/task:0;tensor"
 
 
@@ -42,6 +43,10 @@ class TransferParams:
     )
     eager_threshold: int = parameter(0, "below it payloads travel in the message; 0: the default", unit="bytes")
     chunk_bytes: int = parameter(0, "largest piece of one operation; 0: the default", unit="bytes")
+    spin_us: int = parameter(60, "how long a waiting thread polls before it sleeps", at_most=10_000)
+    message_reuse: bool = parameter(True, "paper_*: messages from buffers registered once", unit="flag")
+    tensor_reuse: bool = parameter(True, "paper_*: a tensor's buffers are kept", unit="flag")
+    pool: bool = parameter(True, "paper_*: buffers from one registered block", unit="flag")
     binding: str = parameter("auto", "RDMA binding", unit="text", choices=("auto", "pyverbs", "ibverbs"))
     delay_ns: int = parameter(0, "added to every iteration by a busy wait, to test the instrument", unit="ns")
 
@@ -69,12 +74,14 @@ class Served:
 
 def transport_params(p: Any) -> dict[str, Any]:
     """The transport's own settings among a benchmark's parameters; those left at their default are not passed on."""
-    params: dict[str, Any] = {}
-    for name in ("protocol", "eager_threshold", "chunk_bytes", "binding"):
-        value = getattr(p, name)
-        if value not in ("auto", 0):
-            params[name] = value
-    return params
+    params = {name: getattr(p, name) for name in ("protocol", "eager_threshold", "chunk_bytes", "binding")}
+    chosen = {name: value for name, value in params.items() if value not in ("auto", 0)}
+    # Their defaults are the transport's, which are not "auto" or 0.
+    for name, default in _SETTINGS.items():
+        value = getattr(p, name, default)
+        if value != default:
+            chosen[name] = value
+    return chosen
 
 
 def arena_bytes(payload: int) -> int:

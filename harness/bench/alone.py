@@ -1,0 +1,93 @@
+"""alone: processes that each train a model by themselves, without servers; what a step's operations cost.
+
+The operations' spans are what the cost model knows of compute. Several processes at once show what they cost each other
+through caches and memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.bench.base import Benchmark, RankContext, VerificationError, parameter
+from runtime.execution.local import LocalEngine
+from runtime.graph.graph import Graph, Node, Output
+from runtime.models import catalog
+from runtime.models.model import Model
+from runtime.training import schemes
+from runtime.training.optimizers import optimizer
+
+
+@dataclass(frozen=True)
+class AloneParams:
+    model: str = parameter("alexnet", "what is trained", unit="text", choices=tuple(catalog.names()))
+    batch: int = parameter(8, "examples a step", at_least=1)
+    processes: int = parameter(1, "processes that do the same at once", at_least=1, at_most=64)
+    threads: int = parameter(1, "threads of a process's kernels", at_least=1, at_most=1024)
+    optimizer: str = parameter("sgd", "update rule", unit="text", choices=("sgd", "momentum", "adagrad", "adam"))
+
+
+@dataclass
+class AloneState:
+    engine: LocalEngine
+    model: Model
+    train: Node
+    feeds: dict[Output, Any]
+
+
+class Alone(Benchmark):
+    name = "alone"
+    summary = "training in one process, without a network: the operations' cost"
+    Params = AloneParams
+    operation = "image"
+
+    def ranks(self, p: AloneParams) -> int:
+        return p.processes
+
+    def timed(self, ctx: RankContext, p: AloneParams) -> bool:
+        return True
+
+    def operations(self, p: AloneParams) -> int:
+        return p.batch
+
+    def fidelity(self, p: AloneParams) -> str:
+        return "loopback"
+
+    def setup(self, ctx: RankContext, p: AloneParams) -> AloneState:
+        graph = Graph()
+        with graph.as_default():
+            model = catalog.build(p.model, p.batch)
+            scheme = schemes.asynchronous(model.loss, optimizer(p.optimizer, 1e-3), model.parameters)
+        engine = LocalEngine(graph, threads=p.threads, tracer=ctx.tracer)
+        return AloneState(engine, model, scheme.train, random_feeds(model, ctx.rank))
+
+    def verify(self, ctx: RankContext, state: AloneState) -> None:
+        """The loss is a number before and after a step."""
+        for _ in range(2):
+            (loss,) = state.engine.run([state.model.loss], state.feeds, ctx.deadline)
+            if loss is None or not np.isfinite(loss):
+                raise VerificationError(f"the loss is {loss}")
+            self.once(ctx, state)
+
+    def once(self, ctx: RankContext, state: AloneState) -> int:
+        state.engine.run([state.train], state.feeds, ctx.deadline)
+        return 0
+
+    def teardown(self, ctx: RankContext, state: AloneState) -> None:
+        state.engine.close()
+
+
+def random_feeds(model: Model, seed: int) -> dict[Output, Any]:
+    """Random values for a model's placeholders."""
+    generator = np.random.default_rng(seed)
+    feeds: dict[Output, Any] = {}
+    for value in [*model.inputs.values(), model.labels]:
+        if value.node.op.name != "Placeholder":
+            continue
+        if value.dtype.kind == "f":
+            feeds[value] = generator.random(value.shape, dtype=np.float32)
+        else:
+            feeds[value] = generator.integers(0, model.logits.shape[-1], value.shape).astype(value.dtype)
+    return feeds
