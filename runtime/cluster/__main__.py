@@ -23,6 +23,7 @@ from runtime.cluster.options import (
     add_arguments,
     end_with_stdin,
     exit_code,
+    log_to_stderr,
     open_server,
     read_token,
     set_threads,
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m runtime.cluster", description=(__doc__ or "").split("\n\n")[0])
     add_arguments(parser)
     arguments = parser.parse_args(argv)
+    log_to_stderr(arguments.log_level)
     set_threads(arguments.blas_threads)
     token = read_token(arguments.token_fd)
     stop = threading.Event()

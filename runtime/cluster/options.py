@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -33,8 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bind", default="", help="address to listen on; by default the host of the cluster's address")
     parser.add_argument("--params", default="{}", help='JSON: options of transports, {"grpc": {"chunk_bytes": 65536}}')
     parser.add_argument("--tls", nargs=3, metavar=("CERTIFICATE", "KEY", "AUTHORITY"), help="PEM files")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     parser.add_argument("--token-fd", type=int, help="inherited descriptor from which the run's token is read")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when standard input closes")
+
+
+def log_to_stderr(level: str) -> None:
+    """One line a message on stderr; Verbflow's own from ``level`` on, other libraries' warnings."""
+    # At once, because some bindings configure logging when they are imported unless it is configured already.
+    logging.basicConfig(level=logging.WARNING, format="verbflow: %(message)s", stream=sys.stderr)
+    logging.getLogger("verbflow").setLevel(level.upper())
 
 
 def set_threads(count: int) -> None:

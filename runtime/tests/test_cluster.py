@@ -302,7 +302,7 @@ def test_a_task_process_starts_answers_and_ends_on_request() -> None:
         client.call("Shutdown", pb.ShutdownRequest(reason="the test is over"), soon())
         client.close()
         assert task.wait(soon()) == 0
-        assert task.errors() == ""
+        assert task.errors() == "verbflow: /job:ps/task:0: shutdown asked for: the test is over"
 
 
 def test_a_task_process_ends_by_signal_and_with_its_parent() -> None:

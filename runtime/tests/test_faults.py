@@ -28,10 +28,20 @@ from runtime.graph.state_ops import assign_add, variable
 from runtime.tensor import TensorSpec
 from runtime.testing import eventually
 from runtime.training.checkpoint import latest_checkpoint
+from runtime.transport.registry import transport_class
 
 PS, WORKER, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 COMMON = ["--transport", "grpc", "--arena-mib", "32", "--threads", "1"]
+TRANSPORTS = ["grpc", "shm"]
 REPLICA = ["-m", "runtime.training.replica", "--model", "mlp_digits", "--data", "digits", "--rate", "0.05"]
+
+
+def common(transport: str) -> list[str]:
+    """Options of the tasks; skips where the transport cannot be used."""
+    available = transport_class(transport).probe()
+    if not available.ok:
+        pytest.skip(available.reason)
+    return ["--transport", transport, *COMMON[2:]]
 
 
 def waiting_graph() -> tuple[Graph, str]:
@@ -45,15 +55,16 @@ def waiting_graph() -> tuple[Graph, str]:
     return graph, "twice"
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("outside", [False, True])
-def test_a_server_killed_in_mid_step_is_named_at_once(outside: bool) -> None:
+def test_a_server_killed_in_mid_step_is_named_at_once(outside: bool, transport: str) -> None:
     graph, fetch = waiting_graph()
     started = ["ps", "worker"] if outside else ["ps"]
-    with LocalCluster({"ps": 1, "worker": 1}, jobs_started=started, options=COMMON) as cluster:
+    with LocalCluster({"ps": 1, "worker": 1}, jobs_started=started, options=common(transport)) as cluster:
         own = (
             None
             if outside
-            else Server(cluster.spec, "worker", 0, transport="grpc", token=cluster.token, arena_bytes=1 << 20)
+            else Server(cluster.spec, "worker", 0, transport=transport, token=cluster.token, arena_bytes=1 << 20)
         )
         try:
             with Session(graph, own or cluster.spec, token=cluster.token) as session:
@@ -131,12 +142,15 @@ def test_all_workers_of_a_job_name_the_server_that_was_killed() -> None:
             assert PS in task.errors() and "Traceback" not in task.errors()
 
 
-def test_a_killed_server_is_started_again_and_training_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_server_is_started_again_and_training_goes_on(tmp_path: Path, transport: str) -> None:
     """SIGKILL of the parameter server in mid-training; a launcher restarts it, everything else happens by itself."""
     steps = 600
     program = [*REPLICA, "--batch", "8", "--steps", "100000", "--global-steps", str(steps), "--recover-s", "60"]
     program += ["--checkpoint-dir", str(tmp_path), "--checkpoint-steps", "50", "--checkpoint-s", "0.5", "--warmup", "0"]
-    with LocalCluster({"ps": 1, "worker": 2}, programs={"worker": program}, options=COMMON, restart=["ps"]) as cluster:
+    with LocalCluster(
+        {"ps": 1, "worker": 2}, programs={"worker": program}, options=common(transport), restart=["ps"]
+    ) as cluster:
         assert eventually(lambda: latest_checkpoint(tmp_path) is not None, 60)
         cluster.kill(PS)
         codes = cluster.wait("worker", Deadline.after(100))

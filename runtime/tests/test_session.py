@@ -23,6 +23,7 @@ from runtime.graph.reduction_ops import matmul, reduce_sum
 from runtime.graph.state_ops import assign_add, variable
 from runtime.tensor import TensorSpec
 from runtime.testing import eventually
+from runtime.transport.registry import transport_class
 
 PS, PS1, WORKER, WORKER1 = "/job:ps/task:0", "/job:ps/task:1", "/job:worker/task:0", "/job:worker/task:1"
 ARENA = 4 << 20
@@ -53,6 +54,12 @@ def counter(graph: Graph, device: str = PS, size: int = 4):  # type: ignore[no-u
 
 
 ones = np.ones(4, np.float32)
+
+
+def skip_unless_usable(transport: str) -> None:
+    available = transport_class(transport).probe()
+    if not available.ok:
+        pytest.skip(available.reason)
 
 
 @pytest.fixture(params=["local", "server", "outside"])
@@ -166,8 +173,9 @@ def test_a_closed_session_says_so() -> None:
 # Over several tasks.
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", ["inproc", "grpc", "grpc_proto", "shm"])
 def test_tensors_cross_tasks_and_stay_bit_for_bit(transport: str) -> None:
+    skip_unless_usable(transport)
     graph, local = Graph(), Graph()
     for target in (graph, local):
         with target.as_default():

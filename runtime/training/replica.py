@@ -23,6 +23,7 @@ from runtime.cluster.options import (
     add_arguments,
     end_with_stdin,
     exit_code,
+    log_to_stderr,
     open_server,
     read_token,
     set_threads,
@@ -68,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    log_to_stderr(arguments.log_level)
     set_threads(arguments.blas_threads)
     token = read_token(arguments.token_fd)
 
