@@ -11,7 +11,7 @@ PROTO_SERVICES := runtime/cluster/proto/*.proto
 PROTO_MESSAGES := runtime/transport/grpc/*.proto
 quote = '$(subst ','\'',$(1))'
 
-.PHONY: help setup venv test test-native test-rxe rxe rxe-shell lint types proto proto-check constraints
+.PHONY: help setup venv peers test test-native test-torch test-rxe rxe rxe-shell lint types proto proto-check constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -23,6 +23,9 @@ setup: ## virtual environment, the distribution's pyverbs, packages for soft-RoC
 	@bash harness/setup.sh apt
 	@bash harness/setup.sh venv
 
+peers: venv ## a second environment with PyTorch and TensorFlow, for the benchmarks beside them
+	@bash harness/setup.sh peers torch tensorflow
+
 lint: venv ## style (ruff) and types (mypy)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -31,7 +34,15 @@ lint: venv ## style (ruff) and types (mypy)
 test: setup ## everything: lint, types, drift check, native tests, tests in the soft-RoCE guest
 	@$(MAKE) --no-print-directory lint proto-check
 	$(PYTHON) -m pytest
+	@$(MAKE) --no-print-directory test-torch
 	@$(MAKE) --no-print-directory test-rxe
+
+# A file is named, because collecting the others would need all of the product's libraries.
+test-torch: venv ## whole models' gradients against PyTorch, in an environment that has it
+	@bash harness/setup.sh peers
+	@if [ -e .venv-peers/.complete ]; then \
+	    .venv-peers/bin/python -m pytest -q -m torch -p no:cacheprovider runtime/tests/test_torch_parity.py; \
+	else echo "test-torch: skipped, PyTorch could not be installed: $$(tail -n 1 .venv-peers/.missing)"; fi
 
 # Files are named, so that a slow guest need not import every other test's libraries.
 RXE_TESTS = runtime/tests/test_contract.py $$(grep -lr 'mark\.rxe' --include='test_*.py' runtime/tests harness/tests)

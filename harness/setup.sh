@@ -3,11 +3,13 @@
 # packages of the soft-RoCE guest. Each step is idempotent, so an interrupted first run is finished by the second.
 #
 #   setup.sh venv     virtual environment with pinned versions, pyverbs linked in
+#   setup.sh peers    a second environment with what tests and benchmarks compare with: torch, or the extras that are named
 #   setup.sh apt      Debian/Ubuntu packages that verbs and the guest need (root), or the line that would install them
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 VENV=.venv
+PEERS=.venv-peers
 # The distribution's interpreter is the one that its python3-pyverbs is built for; another build may not load it.
 PYTHON=${VERBFLOW_PYTHON:-/usr/bin/python3}
 [ -x "$PYTHON" ] || PYTHON=$(command -v python3)
@@ -98,9 +100,39 @@ make_venv() {
     printf '%s' "$want" >"$stamp"
 }
 
+# Optional, so a machine that cannot have them hears why and goes on. The file .missing holds the reason meanwhile.
+make_peers() {
+    local stamp="$PEERS/.complete" want extras="${*:-torch}" named
+    want=$(echo "$extras" | cat - pyproject.toml constraints.txt harness/setup.sh | cksum)
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && "$PEERS/bin/python" -c '' 2>/dev/null; then
+        return 0
+    fi
+    say "making $PEERS with $extras (minutes and a gigabyte or more, once)"
+    [ -x "$PEERS/bin/python" ] || "$PYTHON" -m venv "$PEERS"
+    rm -f "$stamp"
+    named=$("$PYTHON" - $extras <<'EOF'
+import sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+wanted = {"numpy", "grpcio", "protobuf", "psutil", "scikit-learn", "safetensors", "pytest", "pytest-timeout", "hypothesis"}
+optional = project["optional-dependencies"]
+names = [line for line in project["dependencies"] + optional["dev"] if line.split("==")[0] in wanted]
+print(*names, *(line for extra in sys.argv[1:] for line in optional[extra]))
+EOF
+    )
+    # shellcheck disable=SC2086  # a list of requirements, to be split
+    if "$PEERS/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt $named 2>"$PEERS/.missing"; then
+        rm -f "$PEERS/.missing"
+        printf '%s' "$want" >"$stamp"
+    else
+        say "cannot install $extras: $(grep -v '^WARNING' "$PEERS/.missing" | tail -n 1)"
+    fi
+}
+
 case "${1:-}" in
     venv) make_venv ;;
+    peers) shift && make_peers "$@" ;;
     apt) install_apt ;;
     missing) missing_packages ;;
-    *) say "usage: setup.sh venv|apt|missing"; exit 2 ;;
+    *) say "usage: setup.sh venv|peers [extra...]|apt|missing"; exit 2 ;;
 esac
