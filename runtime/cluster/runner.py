@@ -17,6 +17,10 @@ from runtime.graph.graph import Graph, Node, Output
 from runtime.graph.optimize import optimise
 from runtime.graph.partition import Partition, partition
 from runtime.graph.placement import place
+from runtime.graph.state_ops import Variable
+
+# Above this a fetch from another task costs less over a transport than in the answer to RunGraph.
+FETCHED_BYTES = 64 << 10
 
 Step = Callable[[list[np.ndarray], Deadline], list[np.ndarray]]
 
@@ -77,6 +81,8 @@ class ClusterRunner:
         rewrite = optimise(self._graph, outputs, targets, feeds)
         placement = place(rewrite.graph, self._home)
         outputs, targets = [rewrite.outputs[value] for value in outputs], [rewrite.nodes[node] for node in targets]
+        if self._local:
+            outputs = [self._brought_home(value, rewrite.graph, placement) for value in outputs]
         parts = partition(rewrite.graph, placement, outputs, targets)
         check_fed(parts, feeds)
         feed_names = [node.name for node in feeds]
@@ -91,6 +97,20 @@ class ClusterRunner:
                 return self._master.run(current[0], values, deadline)
 
         return step
+
+    def _brought_home(self, value: Output, graph: Graph, placement: dict[Node, str]) -> Output:
+        """What to fetch instead of a large output of another task: its copy here, which a transport brings."""
+        if value.spec.nbytes < FETCHED_BYTES or placement[value.node] == self._home:
+            return value
+        root = value
+        while root.node.op.alias and root.index == 0:
+            root = root.node.inputs[0]
+        if root.node.op is Variable and any(node.op.mutates for node in graph.nodes):
+            return value  # it is fetched as of its own place among the step's updates
+        with graph.root_scope():
+            copy = graph.add("Identity", value, device=self._home, colocate="")
+        placement[copy] = self._home
+        return copy.out
 
     def close(self) -> None:
         """Registrations are the master's to drop."""

@@ -199,6 +199,25 @@ def test_tensors_cross_tasks_and_stay_bit_for_bit(transport: str) -> None:
             assert {route[0] for route in routes.values()} == {transport}
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_large_fetches_come_over_the_transport_to_a_task_and_in_the_answer_to_others(inside: bool) -> None:
+    size = 64 << 10
+    with cluster() as servers:
+        graph = Graph()
+        total, x, added = counter(graph, size=size)
+        value = np.arange(size, dtype=np.float32)
+        with Session(graph, servers[WORKER] if inside else servers[WORKER].cluster, token="t") as session:
+            np.testing.assert_array_equal(session.run(added, {x: value}), value)
+            before = servers[WORKER].worker.transports.counters()["inproc.bytes_in"]
+            np.testing.assert_array_equal(session.run(total), value)
+            moved = servers[WORKER].worker.transports.counters()["inproc.bytes_in"] - before
+            assert moved == (4 * size if inside else 0)
+            # Beside an update a variable is what it was before it, wherever it is fetched to.
+            old, new = session.run([total, added], {x: value})
+            np.testing.assert_array_equal(old, value)
+            np.testing.assert_array_equal(new, 2 * value)
+
+
 def test_sessions_of_a_cluster_share_its_variables() -> None:
     with cluster(ps=1, worker=2) as servers:
         graphs = [Graph(), Graph()]
