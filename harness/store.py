@@ -3,6 +3,8 @@
     results/scratch/<experiment>/<run>/      not in git; what was just measured
     results/published/<experiment>/<run>/    in git; what the notebooks and the README show
 
+An experiment's name may have a slash (``paper/fig1_tcp``), and so has its folder.
+
 A run's folder holds ``run.json`` and the tables runs, samples, spans and counters as parquet; a scratch run also its raw
 trials, logs, pictures and report. Everything is written to a temporary name and renamed.
 """
@@ -80,21 +82,26 @@ def find_run(name: str, root: Path | None = None) -> Path:
     direct = Path(name)
     if (direct / "run.json").exists():
         return direct
-    candidates = [path.parent for path in top.glob("*/*/*/run.json")]
+    candidates = [path.parent for path in top.glob("*/**/run.json")]
     for path in candidates:
-        if name in (path.name, f"{path.parent.name}/{path.name}"):
+        if name in (path.name, f"{_experiment_of(path, top)}/{path.name}"):
             return path
-    named = [path for path in candidates if path.parent.name == name]
+    named = [path for path in candidates if _experiment_of(path, top) == name]
     # What was just measured before what was published long ago.
-    named.sort(key=lambda path: (path.parents[1].name != "published", path.name))
+    named.sort(key=lambda path: (path.relative_to(top).parts[0] != "published", path.name))
     if named:
         return named[-1]
-    known = sorted({f"{path.parent.name}/{path.name}" for path in candidates})
+    known = sorted({f"{_experiment_of(path, top)}/{path.name}" for path in candidates})
     import difflib
 
-    near = difflib.get_close_matches(name, known + sorted({path.parent.name for path in candidates}), 3)
+    near = difflib.get_close_matches(name, known + sorted({_experiment_of(path, top) for path in candidates}), 3)
     listed = f"near: {', '.join(near)}" if near else f"known: {', '.join(known[-8:]) or 'none yet'}"
     raise RecordError(f"no stored run is called {name!r}; {listed}")
+
+
+def _experiment_of(folder: Path, top: Path) -> str:
+    """The experiment of a run's folder, by where it lies."""
+    return folder.parent.relative_to(top / folder.relative_to(top).parts[0]).as_posix()
 
 
 def compact(folder: Path, info: dict[str, Any]) -> None:
