@@ -15,7 +15,7 @@ from runtime.errors import CorruptMessageError
 from runtime.transport.onesided.link import Op
 from runtime.transport.shm.ring import CONTROL_BYTES, Receiver, Sender, ring_bytes
 
-SLOTS, STRIDE = 8, 128
+SLOTS, STRIDE = 8, 256
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def ring(slots: int = SLOTS) -> Iterator[tuple[Sender, Receiver, int]]:
         os.close(bell)
 
 
-items = st.one_of(st.binary(max_size=STRIDE - 8), st.integers(0, (1 << 32) - 1))
+items = st.one_of(st.binary(max_size=STRIDE), st.integers(0, (1 << 32) - 1))
 
 
 @given(st.lists(items, max_size=80), st.integers(1, 10))
@@ -94,9 +94,9 @@ def test_the_bell_rings_only_for_who_sleeps() -> None:
 
 def test_a_message_too_long_is_refused() -> None:
     with ring() as (sender, _, _):
-        sender.message(bytes(STRIDE - 8))
+        sender.message(bytes(STRIDE))
         with pytest.raises(ValueError, match="longer"):
-            sender.message(bytes(STRIDE - 7))
+            sender.message(bytes(STRIDE + 1))
 
 
 def test_nothing_is_seen_or_touched_after_close() -> None:
@@ -110,7 +110,7 @@ def test_nothing_is_seen_or_touched_after_close() -> None:
         receiver.close()
 
 
-@given(st.lists(st.tuples(st.integers(0, SLOTS * STRIDE // 8 - 1), st.integers(0, (1 << 64) - 1)), max_size=40))
+@given(st.lists(st.tuples(st.integers(0, SLOTS * 192 // 8 - 1), st.integers(0, (1 << 64) - 1)), max_size=40))
 def test_any_memory_content_is_survived(writes: list[tuple[int, int]]) -> None:
     """Whatever a hostile sender stores, poll answers with payloads inside the slots, or CorruptMessageError."""
     with ring() as (_, receiver, _):
@@ -122,7 +122,7 @@ def test_any_memory_content_is_survived(writes: list[tuple[int, int]]) -> None:
                 for _ in range(20):
                     for completion in receiver.poll(4):
                         if completion.op is Op.MESSAGE:
-                            assert len(bytes(completion.payload)) <= STRIDE - 8
+                            assert len(bytes(completion.payload)) <= STRIDE
                         else:
                             assert 0 <= completion.imm < 1 << 32
 
@@ -133,7 +133,7 @@ def test_any_slot_that_claims_the_right_lap(kind: int, value: int) -> None:
         with mmap.mmap(receiver.fd, ring_bytes(SLOTS, STRIDE)) as memory:
             word = 1 << 48 | kind << 40 | value
             memory[CONTROL_BYTES : CONTROL_BYTES + 8] = word.to_bytes(8, "little")
-            if kind == 1 and value <= STRIDE - 8:
+            if kind == 1 and value <= STRIDE:
                 assert len(receiver.poll(1)[0].payload) == value
             elif kind == 2 and value < 1 << 32:
                 assert receiver.poll(1)[0].imm == value

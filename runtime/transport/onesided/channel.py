@@ -18,39 +18,21 @@ from runtime.trace import Phase
 from runtime.transport.base import Channel, Lease
 from runtime.transport.onesided import messages
 from runtime.transport.onesided.edges import OutgoingEdges
-from runtime.transport.onesided.endpoint import Endpoint
+from runtime.transport.onesided.endpoint import Action, Endpoint
+from runtime.transport.onesided.fetching import Fetching
 from runtime.transport.onesided.link import Link, Region
-from runtime.transport.onesided.messages import NO_REGION, Kind, Mode
-from runtime.transport.onesided.paper import Buffer, PaperReceiver
+from runtime.transport.onesided.messages import NO_REGION, Kind, Mode, encode_fetch
+from runtime.transport.onesided.paper import PaperReceiver
 from runtime.transport.onesided.protocol import choose, family, flat, flat_memory, spec_bytes
-from runtime.transport.onesided.registration import Registration
 from runtime.transport.pending import encode_key
 
 if TYPE_CHECKING:
     from runtime.transport.onesided.transport import OneSidedTransport
 
 
-class Fetching:
-    """A fetch under way. ``landing`` is the memory that the peer writes to or that a read fills, held until the
-    peer has answered, whatever became of the future."""
-
-    # Defaults live in the class, so that making one sets only what differs.
-    request = -1
-    started_ns = 0
-    landing: np.ndarray | None = None
-    exposed = False  # the peer was told where to write
-    flat: memoryview | None = None
-    received = 0
-    registration: Registration | None = None
-    buffer: Buffer | None = None  # of the paper's protocols
-    spec_bytes = b""
-
-    def __init__(self, key: str, into: np.ndarray | None, mode: Mode, deadline: Deadline, future: Future[Any]) -> None:
-        self.key = key
-        self.into = into
-        self.mode = mode
-        self.deadline = deadline
-        self.future = future
+# Looking a member up in an enumeration takes three times as long as a global name.
+_WRITE, _BORROW = Mode.WRITE, Mode.BORROW
+_MAX_REQUEST = messages.MAX_REQUEST
 
 
 class OneSidedChannel(Endpoint, Channel):
@@ -62,7 +44,7 @@ class OneSidedChannel(Endpoint, Channel):
         # Fresh destinations up to this size are no arena memory: the bookkeeping would cost more than the eager copy.
         self._small = min(self._eager_limit, transport.settings.eager_threshold)
         self._inflight = transport.settings.inflight
-        self._whence = f"{peer} over {transport.name}"
+        self.whence = f"{peer} over {transport.name}"
         self._tracer = transport.tracer
         self._chunk = min(transport.settings.chunk_bytes, (1 << 32) - 1)
         self._pending: dict[int, Fetching] = {}
@@ -104,12 +86,11 @@ class OneSidedChannel(Endpoint, Channel):
 
     def _start(self, key: str, into: np.ndarray | None, mode: Mode, limit: int, deadline: Deadline) -> Future[Any]:
         key_bytes = encode_key(key)
-        future: Future[Any] = Future(f"fetch of {key} from {self._whence}", self._drive)
-        fetch = Fetching(key, into, mode, deadline, future)
+        fetch = Fetching(self, key, into, mode, deadline)
         if into is not None:
             flags = into.flags
             if not (flags.c_contiguous and flags.writeable):
-                raise ShapeError(f"{future.what}: the destination must be C-contiguous and writable")
+                raise ShapeError(f"{fetch.what}: the destination must be C-contiguous and writable")
             fetch.spec_bytes = spec_bytes(into)
         tracer = self._tracer
         if tracer.enabled:
@@ -119,30 +100,37 @@ class OneSidedChannel(Endpoint, Channel):
                 return failed(self._reason)
             self.counters.fetches += 1
             region = NO_REGION
-            if mode is Mode.WRITE:
+            if mode is _WRITE:
                 try:
                     region = self._destination(fetch, limit)
                 except (ArenaFullError, OSError) as error:
                     return failed(error)
-            if len(self._pending) < self._inflight:
-                self._ask(fetch, key_bytes, region, limit)
+            pending = self._pending
+            if len(pending) < self._inflight:
+                fetch.request = request = self._next_request
+                if region is NO_REGION and request not in self._leased and request not in pending:
+                    self._next_request = request + 1 & _MAX_REQUEST
+                    pending[request] = fetch
+                    self._send(encode_fetch(request, mode, region, limit, self._chunk, fetch.spec_bytes, key_bytes))
+                else:
+                    self._ask(fetch, key_bytes, region, limit)
             else:
                 self._queued.append((fetch, key_bytes))
         if tracer.enabled:
             tracer.record(Phase.REQUEST, key, 0, fetch.started_ns, time.monotonic_ns())
-        return future
+        return fetch
 
     def _ask(self, fetch: Fetching, key_bytes: bytes, region: Region, limit: int) -> None:
         pending = self._pending
         request = self._next_request
         while request in pending or request in self._leased:
-            request = request + 1 & messages.MAX_REQUEST
-        self._next_request = request + 1 & messages.MAX_REQUEST
+            request = request + 1 & _MAX_REQUEST
+        self._next_request = request + 1 & _MAX_REQUEST
         fetch.request = request
         if region is not NO_REGION:
             fetch.exposed = True
         pending[request] = fetch
-        self._send(messages.encode_fetch(request, fetch.mode, region, limit, self._chunk, fetch.spec_bytes, key_bytes))
+        self._send(encode_fetch(request, fetch.mode, region, limit, self._chunk, fetch.spec_bytes, key_bytes))
 
     def _destination(self, fetch: Fetching, limit: int) -> Region:
         """Where the peer shall write, if that is known and larger than what would come eagerly."""
@@ -194,25 +182,36 @@ class OneSidedChannel(Endpoint, Channel):
                 return None
         if fetch.spec_bytes != data:
             wanted = TensorSpec.of(fetch.into)
-            self._end(fetch, ShapeError(f"{fetch.future.what}: the tensor is {spec}, the destination {wanted}"))
+            self._end(fetch, ShapeError(f"{fetch.what}: the tensor is {spec}, the destination {wanted}"))
             return None
         return fetch.into
 
-    def _on_eager(self, message: memoryview) -> None:
+    def _on_eager(self, message: memoryview) -> Action | None:
         request, offset, data, start, nbytes = messages.decode_eager(message)
         fetch = self._pending.get(request)
-        if fetch is not None and fetch.spec_bytes == data and len(message) - start == nbytes and fetch.into is not None:
+        if (
+            fetch is not None
+            and fetch.spec_bytes == data
+            and len(message) - start == nbytes
+            and fetch.into is not None
+            and fetch.registration is None
+            and fetch.mode is not _BORROW
+            and not self._queued
+        ):
             # The whole tensor, as expected: the case that latency is measured by.
-            if nbytes and not fetch.future.done():
+            if nbytes and not fetch.done():
                 flat_memory(fetch.into)[:] = message[start:]
                 self.counters.copies += 1
-            self._finish(fetch, fetch.into, nbytes)
-            return
+            self.counters.bytes_in += nbytes
+            del self._pending[request]
+            if fetch.started_ns:
+                self._record(fetch, nbytes)
+            return fetch.set_result, fetch.into
         fetch = self._pending_fetch(request, "EAGER")
         spec = messages.decode_spec(data)
         if fetch.received != offset:
             raise CorruptMessageError(f"EAGER from {self.peer} at {offset}, not at {fetch.received}")
-        if offset == 0 and not fetch.future.done():
+        if offset == 0 and not fetch.done():
             array = self._target(fetch, spec, data)
             if array is None and spec.nbytes > len(message) - start:
                 self._pending[request] = fetch  # the rest of it is on its way: take and drop it
@@ -223,12 +222,13 @@ class OneSidedChannel(Endpoint, Channel):
             fetch.flat[offset : offset + size] = message[start:]
         fetch.received = offset + size
         if fetch.received < spec.nbytes:
-            return
+            return None
         self.counters.copies += 1 if size else 0
-        if fetch.landing is None or fetch.future.done():
+        if fetch.landing is None or fetch.done():
             self._drop(request)
         else:
             self._finish(fetch, fetch.landing, spec.nbytes)
+        return None
 
     def _on_metadata(self, message: memoryview) -> None:
         request, spec = messages.decode_metadata(message)
@@ -246,9 +246,7 @@ class OneSidedChannel(Endpoint, Channel):
             if fetch.into is None:
                 fetch.landing = self._fresh(spec, fetch.key)
             elif TensorSpec.of(fetch.into) != spec:
-                raise ShapeError(
-                    f"{fetch.future.what}: the tensor is {spec}, the destination {TensorSpec.of(fetch.into)}"
-                )
+                raise ShapeError(f"{fetch.what}: the tensor is {spec}, the destination {TensorSpec.of(fetch.into)}")
             region = self._expose(fetch) if spec.nbytes else NO_REGION
         except (ShapeError, ArenaFullError, OSError) as error:
             self._send(messages.pack_header(Kind.RELEASE, 0, 0, request))
@@ -272,7 +270,7 @@ class OneSidedChannel(Endpoint, Channel):
             raise CorruptMessageError(f"OFFER from {self.peer} at {offset}, not at {fetch.received}")
         fetch.received += source.nbytes
         last = fetch.received == spec.nbytes
-        if fetch.landing is None and request in self._pending and not fetch.future.done():
+        if fetch.landing is None and request in self._pending and not fetch.done():
             fetch.landing = self._target(fetch, spec, messages.encode_spec(spec))
             if fetch.landing is None and not last:
                 self._pending[request] = fetch  # more offers are on their way
@@ -307,7 +305,7 @@ class OneSidedChannel(Endpoint, Channel):
         if source.nbytes != spec.nbytes:
             raise CorruptMessageError(f"OFFER from {self.peer} of {source.nbytes} bytes to borrow {spec}")
         view = self.link.map(source)
-        if fetch.future.done():  # too late
+        if fetch.done():  # too late
             self._send(messages.pack_header(Kind.RELEASE, 0, 0, fetch.request))
             self._drop(fetch.request)
             return
@@ -349,19 +347,22 @@ class OneSidedChannel(Endpoint, Channel):
             self._remember(fetch.key, TensorSpec.of(result))
         if fetch.mode is Mode.BORROW and not isinstance(result, Lease):
             result = Lease(result)
-        self._after.append((fetch.future.set_result, result))
-        tracer = self._tracer
-        if tracer.enabled:
-            tracer.record(Phase.WIRE, fetch.key, 0, fetch.started_ns, time.monotonic_ns(), nbytes)
+        self._after.append((fetch.set_result, result))
+        if fetch.started_ns:
+            self._record(fetch, nbytes)
         self._over(fetch)
+
+    def _record(self, fetch: Fetching, nbytes: int) -> None:
+        self._tracer.record(Phase.WIRE, fetch.key, 0, fetch.started_ns, time.monotonic_ns(), nbytes)
 
     def _end(self, fetch: Fetching, error: BaseException) -> None:
         """The fetch fails, and the peer has no more to do with it."""
-        self._after.append((fetch.future.set_exception, error))
+        self._after.append((fetch.set_exception, error))
         self._over(fetch)
 
     def _over(self, fetch: Fetching) -> None:
         del self._pending[fetch.request]
+        fetch.let_go()
         if fetch.registration is not None:
             self._conclude_exposure(fetch)
         if self._queued:
@@ -369,7 +370,9 @@ class OneSidedChannel(Endpoint, Channel):
 
     def _drop(self, request: int) -> None:
         """The peer has answered a fetch that had failed before."""
-        if self._pending.pop(request, None) is not None:
+        fetch = self._pending.pop(request, None)
+        if fetch is not None:
+            fetch.let_go()
             self._next_queued()
 
     def _conclude_exposure(self, fetch: Fetching) -> None:
@@ -382,7 +385,7 @@ class OneSidedChannel(Endpoint, Channel):
     def _next_queued(self) -> None:
         while self._queued and len(self._pending) < self._inflight:
             fetch, key_bytes = self._queued.popleft()
-            if fetch.future.done():
+            if fetch.done():
                 self._conclude_exposure(fetch)
                 continue
             limit = self.transport.settings.eager_threshold if fetch.mode is Mode.BORROW else self._eager_limit
@@ -402,12 +405,12 @@ class OneSidedChannel(Endpoint, Channel):
             return
         with self._lock:
             fetches = [*self._pending.values(), *(fetch for fetch, _ in self._queued)]
-            late = [f for f in fetches if f.deadline.at_ns <= now_ns and not f.future.done()]
+            late = [f for f in fetches if f.deadline.at_ns <= now_ns and not f.done()]
             self._edges.expire(now_ns)
             after = self._take_after()
         for fetch in late:
             # It stays in the table: the peer may still write to its memory, and will answer.
-            fetch.future.set_exception(fetch.deadline.error(fetch.future.what))
+            fetch.set_exception(fetch.deadline.error(fetch.what))
         for action, argument in after:
             action(argument)
 
@@ -416,11 +419,12 @@ class OneSidedChannel(Endpoint, Channel):
         self._pending.clear()
         self._queued.clear()
         self._leased.clear()
-        self._after += [(fetch.future.set_exception, reason) for fetch in self._quarantine]
+        self._after += [(fetch.set_exception, reason) for fetch in self._quarantine]
         self._edges.drop(reason)
 
     def _quarantine_over(self) -> None:
         for fetch in self._quarantine:
+            fetch.let_go()
             self._conclude_exposure(fetch)
             if fetch.buffer is not None and fetch.buffer.key is None:
                 self._paper.buffers.give(fetch.buffer)

@@ -82,7 +82,7 @@ class OutgoingEdges:
             if edge.last >= 0 and generation != edge.last + 1:
                 return failed(ConfigError(f"push of generation {generation} of edge {edge_id} after {edge.last}"))
             edge.last = generation
-            future.what = f"push of generation {generation} of edge {edge_id} to {channel._whence}"
+            future.what = f"push of generation {generation} of edge {edge_id} to {channel.whence}"
             channel.counters.pushes += 1
             if not edge.bound:
                 edge.bound = True

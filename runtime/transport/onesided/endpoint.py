@@ -30,6 +30,9 @@ _CREDIT = messages.Kind.CREDIT
 _RESERVE = 1
 _GOODBYE_S = 2.0
 
+# What a handler wants to be called, and with what, once the lock is free.
+Action = tuple[Callable[[Any], object], Any]
+Handler = Callable[[memoryview], "Action | None"]
 Done = Callable[[BaseException | None], None]
 
 
@@ -45,21 +48,23 @@ class Endpoint:
         self._lock = threading.Lock()
         self._credits = link.depth
         self._owed = 0
-        self._report_at = max(2, transport.settings.depth // 4)
+        self._report_at = max(2, transport.settings.depth // 4)  # in a message that goes anyway
+        self._due_at = 2 * self._report_at  # in one of its own
         self._outbox: deque[Callable[[], bool]] = deque()
         self._flights: dict[int, Done] = {}  # tag of a post -> what to do when it is complete
         self._next_tag = 0
-        self._after: list[tuple[Callable[[Any], object], Any]] = []
+        self._after: list[Action] = []
         self._reason: BaseException | None = None  # why nothing goes through any more
         self._saying_bye = False
         self._closed = False
         self._goodbye: Future[None] = Future(f"goodbye of {peer}", self._drive)
         settings = transport.settings
         unregistered = settings.protocol.startswith("paper") and not settings.message_reuse
-        self._post_send = self._send_from_new_buffer if unregistered else link.post_send
+        self._post_send = self._send_from_new_buffer if unregistered else link.post_unsignalled
         self._poll = link.poll
+        self._take_message = link.take
         self.peek = link.peek
-        self._handlers: list[Callable[[memoryview], None]] = [self._on_unknown] * 256
+        self._handlers: list[Handler] = [self._on_unknown] * 256
         self._handle_by(
             {
                 messages.Kind.CREDIT: self._on_credit,
@@ -75,16 +80,31 @@ class Endpoint:
         lock = self._lock
         if not lock.acquire(False):
             return False
-        completions: list[Completion] = []
-        after = None
+        busy = False
+        after: list[Action] | None = None
+        action: Action | None = None
         try:
             if self._closed:
                 return False
-            completions = self._poll()
-            if completions:
-                self._handle(completions)
-            elif not self._outbox:
-                return False
+            message = self._take_message()
+            if message is not None:
+                busy = True
+                self._owed += 1
+                self.counters.messages_in += 1
+                kind = message[0]
+                if message[1]:
+                    self._more_credits(message)
+                if self._reason is None or kind >= _CREDIT:
+                    action = self._handlers[kind](message)
+            else:
+                completions = self._poll()
+                if completions:
+                    busy = True
+                    self._handle(completions)
+                elif not self._outbox:
+                    return False
+            if self._owed >= self._due_at:
+                self._report()
             if self._outbox:
                 self._flush()
         except BaseException as error:
@@ -94,10 +114,11 @@ class Endpoint:
             if self._after:
                 after, self._after = self._after, []
             lock.release()
+            if action is not None:
+                action[0](action[1])
             if after is not None:
-                for action, argument in after:
-                    action(argument)
-        return bool(completions)
+                run(after)
+        return busy
 
     def lost(self, error: BaseException) -> None:
         """The peer is gone for good: take what it still delivered, fail the rest, let go of quarantined memory."""
@@ -234,7 +255,7 @@ class Endpoint:
         finally:
             self.link.free(buffer)
 
-    def _take_after(self) -> list[tuple[Callable[[Any], object], Any]]:
+    def _take_after(self) -> list[Action]:
         after = self._after
         if after:
             self._after = []
@@ -251,19 +272,11 @@ class Endpoint:
             outbox.popleft()
 
     def _handle(self, completions: list[Completion]) -> None:
-        handlers = self._handlers
         for op, tag, imm, payload, error in completions:
             if op is _MESSAGE:
-                self._owed += 1
-                self.counters.messages_in += 1
-                kind = payload[0]  # type: ignore[index]
-                if payload[2] or payload[3]:  # type: ignore[index]
-                    self._credits += payload[2] | payload[3] << 8  # type: ignore[index]
-                    if self._credits > self.link.depth:
-                        raise CorruptMessageError(f"{self.peer} returns more credits than there are")
-                if self._reason is not None and kind < _CREDIT:
-                    continue  # answers to what has failed already
-                handlers[kind](payload)  # type: ignore[arg-type]
+                action = self._on_message(payload)  # type: ignore[arg-type]
+                if action is not None:
+                    self._after.append(action)
             elif op is _IMMEDIATE:
                 self._owed += 1
                 if self._reason is None:
@@ -274,12 +287,32 @@ class Endpoint:
                     done(error)
                 if error is not None:
                     raise error
-        if self._owed >= 2 * self._report_at and self._credits and not self._closed:
+
+    def _on_message(self, message: memoryview) -> Action | None:
+        self._owed += 1
+        self.counters.messages_in += 1
+        kind = message[0]
+        if message[1]:
+            self._more_credits(message)
+        if self._reason is None or kind >= _CREDIT:  # else an answer to what has failed already
+            return self._handlers[kind](message)
+        return None
+
+    def _more_credits(self, message: memoryview) -> None:
+        if message[1] != 1:
+            raise CorruptMessageError(f"{self.peer} sends unknown flags {message[1]:#x}")
+        self._credits += message[2] | message[3] << 8
+        if self._credits > self.link.depth:
+            raise CorruptMessageError(f"{self.peer} returns more credits than there are")
+
+    def _report(self) -> None:
+        """Give credits back in a message of their own, because none is going that way."""
+        if self._credits:
             report = messages.pack_header(messages.Kind.CREDIT, 0, 0, 0)
             if not self._try_send(report):
                 self._outbox.appendleft(partial(self._try_send, report))
 
-    def _handle_by(self, handlers: Mapping[messages.Kind, Callable[[memoryview], None]]) -> None:
+    def _handle_by(self, handlers: Mapping[messages.Kind, Handler]) -> None:
         for kind, handler in handlers.items():
             self._handlers[kind] = handler
 
@@ -378,7 +411,7 @@ class _Transfer:
         return self.local[self.offset : self.offset + nbytes], self.remote.slice(self.offset, nbytes)
 
 
-def run(after: list[tuple[Callable[[Any], object], Any]]) -> None:
+def run(after: list[Action]) -> None:
     """Run what was put off until the lock was free."""
     for action, argument in after:
         action(argument)

@@ -82,6 +82,10 @@ class Link(ABC):
 
         Unsignalled posts give no SENT; a link whose queue needs signals to be cleaned sets and swallows its own."""
 
+    def post_unsignalled(self, message: bytes | bytearray | memoryview) -> None:
+        """``post_send`` without a tag or a completion: what the protocols use, so a link may make it quick."""
+        self.post_send(message)
+
     @abstractmethod
     def post_write(
         self, local: np.ndarray, remote: Region, imm: int | None = None, tag: int = 0, signalled: bool = True
@@ -114,9 +118,14 @@ class Link(ABC):
     def poll(self, n: int = 64) -> list[Completion]:
         """At most ``n`` completions that have happened; never blocks."""
 
-    def peek(self) -> bool:
-        """False if ``poll`` would surely find nothing; a quick look without the lock, for spinning threads."""
+    def peek(self) -> object:
+        """False if ``take`` and ``poll`` would surely find nothing; a quick look without the lock, for spinning threads."""
         return True
+
+    def take(self) -> memoryview | None:
+        """The payload of a message if that is what ``poll`` would hand out next, without the cost of a Completion; valid
+        until the next ``take`` or ``poll``. None says nothing: ask ``poll``."""
+        return None
 
     @abstractmethod
     def arm(self) -> int | None:

@@ -4,7 +4,7 @@
 so messages here are as short as their kind allows. All little endian; every one begins with 8 bytes::
 
     0  kind     u8
-    1  flags    u8
+    1  flags    u8   bit 0: credits are there
     2  credits  u16  messages and immediates polled since the last report: the receiver of this may send so many more
     4  request  u32  the fetch it belongs to (below 2**31), or a static edge's index (below 2**20), or 0
 
@@ -60,6 +60,7 @@ class Mode(enum.IntEnum):
     PAPER_WRITE = 6
 
 
+_FETCH_KIND = int(Kind.FETCH)
 NO_REGION = Region(0, 0, 0)
 HEADER_BYTES = 8
 MAX_REQUEST = (1 << 31) - 1
@@ -100,6 +101,7 @@ class Fetch(NamedTuple):
 def return_credits(message: bytes | bytearray, credits: int) -> bytearray:
     """The message with ``credits`` in its header."""
     patched = bytearray(message)
+    patched[1] |= 1
     patched[2:4] = credits.to_bytes(2, "little")
     return patched
 
@@ -133,33 +135,31 @@ def decode_spec(data: bytes) -> TensorSpec:
 def encode_fetch(
     request: int, mode: Mode, into: Region, eager_limit: int, chunk_bytes: int, spec_bytes: bytes, key: bytes
 ) -> bytes:
-    return (
-        _FETCH.pack(
-            Kind.FETCH, 0, 0, request, into.addr, into.nbytes, into.key,
-            eager_limit, chunk_bytes, mode, len(spec_bytes), len(key),
-        )
-        + spec_bytes
-        + key
-    )  # fmt: skip
+    addr, region_key, nbytes = into
+    head = _FETCH.pack(
+        _FETCH_KIND, 0, 0, request, addr, nbytes, region_key, eager_limit, chunk_bytes, mode, len(spec_bytes), len(key)
+    )
+    return head + spec_bytes + key
 
 
 def decode_fetch(message: memoryview) -> Fetch:
-    size = len(message)
+    data = bytes(message)
+    size = len(data)
     if size < FETCH_BYTES:
         raise CorruptMessageError(f"FETCH of {size} bytes is shorter than {FETCH_BYTES}")
-    _, _, _, request, addr, nbytes, key, limit, chunk, mode, spec_size, key_size = _FETCH.unpack_from(message)
+    _, _, _, request, addr, nbytes, key, limit, chunk, mode, spec_size, key_size = _FETCH.unpack_from(data)
     spec_end = FETCH_BYTES + spec_size
     if spec_end + key_size != size or key_size > MAX_KEY_BYTES:
         raise CorruptMessageError(f"FETCH of {size} bytes announces {spec_size} of shape and {key_size} of key")
     if not 1 <= mode <= 6 or request > MAX_REQUEST:
         raise CorruptMessageError(f"FETCH of mode {mode}, request {request}")
-    spec_bytes = bytes(message[FETCH_BYTES:spec_end])
-    if spec_bytes:
+    spec_bytes = data[FETCH_BYTES:spec_end]
+    if spec_size:
         decode_spec(spec_bytes)
     elif nbytes:
         raise CorruptMessageError("FETCH with a destination of no shape")
     try:
-        text = str(message[spec_end:], "utf-8")
+        text = data[spec_end:].decode()
     except UnicodeDecodeError as error:
         raise CorruptMessageError("FETCH of a key that is not UTF-8") from error
     into = Region(addr, key, nbytes) if nbytes else NO_REGION

@@ -28,8 +28,9 @@ from runtime.transport.onesided.messages import Kind, Mode
 from runtime.transport.onesided.protocol import family, flat, spec_bytes
 
 if TYPE_CHECKING:
-    from runtime.transport.onesided.channel import Fetching, OneSidedChannel
+    from runtime.transport.onesided.channel import OneSidedChannel
     from runtime.transport.onesided.endpoint import Endpoint
+    from runtime.transport.onesided.fetching import Fetching
     from runtime.transport.onesided.serving import Answer, ServingEndpoint
 
 
@@ -129,7 +130,7 @@ class PaperReceiver:
         channel = self._channel
         if fetch.buffer is not None:
             raise CorruptMessageError(f"{channel.peer} answers request {fetch.request} twice")
-        if fetch.future.done():  # its deadline has passed
+        if fetch.done():  # its deadline has passed
             channel._send(messages.pack_header(Kind.RELEASE, 0, 0, fetch.request))
             channel._drop(fetch.request)
             return None

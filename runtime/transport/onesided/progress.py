@@ -31,7 +31,7 @@ class Member(Protocol):
     """What Progress polls: an endpoint. All methods may be called by any thread, also after its link is closed."""
 
     link: Link
-    peek: Callable[[], bool]  # False: ``progress`` would find nothing
+    peek: Callable[[], object]  # False: ``progress`` would find nothing
 
     def progress(self) -> bool:
         """Poll once and handle what came; True if anything did. Never blocks, never raises."""
@@ -216,11 +216,15 @@ class Progress:
         members = self._members
         for member in members:
             member.link.arm()
+        busy = False
         for member in members:
-            member.progress()
+            if member.progress():
+                busy = True
         self._role.release()
         if self._rung:
             self._rearm()
+        if busy:  # there may be more, and what was there before the bell was armed does not ring it
+            os.eventfd_write(self._wake, 1)
 
     def _rearm(self) -> None:
         with self._guard:

@@ -15,9 +15,9 @@ from runtime.memory.arena import Block
 from runtime.tensor import TensorSpec
 from runtime.transport.base import Lease, TensorSource
 from runtime.transport.onesided import messages
-from runtime.transport.onesided.endpoint import Endpoint
+from runtime.transport.onesided.endpoint import Action, Endpoint, run
 from runtime.transport.onesided.link import Link, Region
-from runtime.transport.onesided.messages import Fetch, Kind, Mode
+from runtime.transport.onesided.messages import Fetch, Kind, Mode, pack_eager
 from runtime.transport.onesided.paper import Buffer, PaperSender
 from runtime.transport.onesided.protocol import flat, spec_bytes
 from runtime.transport.onesided.registration import Registration
@@ -25,6 +25,7 @@ from runtime.transport.onesided.registration import Registration
 if TYPE_CHECKING:
     from runtime.transport.onesided.transport import OneSidedTransport
 
+_EAGER = int(Kind.EAGER)
 # A peer may have this many fetches unanswered; its own limit (``Settings.inflight``) is lower or the same.
 _MAX_ACTIVE = (1 << 16) + 1
 # Pieces in which a source outside the arena is copied into it while the peer already reads the piece before.
@@ -51,6 +52,13 @@ class Answer:
     def __call__(self, outcome: Lease | BaseException) -> None:
         self.endpoint.answer(self, outcome)
 
+    def ask(self, source: TensorSource) -> None:
+        """Ask for the tensor; the lock is free."""
+        try:
+            source.take(self.fetch.key, self)
+        except Exception as error:
+            self.endpoint.answer(self, error)
+
 
 class ServingEndpoint(Endpoint):
     """Serves one peer. Created when it has connected; tears itself down when the peer is gone."""
@@ -58,6 +66,8 @@ class ServingEndpoint(Endpoint):
     def __init__(self, transport: OneSidedTransport, link: Link, peer: str, source: TensorSource) -> None:
         super().__init__(transport, link, peer)
         self._source = source
+        self._room = link.max_message - messages.EAGER_BYTES  # for shape and payload of an EAGER message
+        self._small = self._room - messages.MAX_SPEC_BYTES  # tensors that surely fit
         self._active: dict[int, Answer] = {}
         self._paper = PaperSender(self)
         self._quarantine: list[Answer] = []
@@ -77,47 +87,64 @@ class ServingEndpoint(Endpoint):
 
     def answer(self, answer: Answer, outcome: Lease | BaseException) -> None:
         """The source's reply; any thread, once."""
+        lease = outcome if isinstance(outcome, Lease) else None
         with self._lock:
             if answer.given or self._reason is not None:
-                if isinstance(outcome, Lease):
-                    self._after.append((Lease.release, outcome))
+                if lease is not None:
+                    self._after.append((Lease.release, lease))
+            elif lease is None:
+                answer.given = True
+                self._refuse(answer, outcome)  # type: ignore[arg-type]
             else:
                 answer.given = True
-                if isinstance(outcome, Lease):
-                    answer.lease = outcome
-                    try:
-                        self._respond(answer, outcome.array)
-                    except (ArenaFullError, OSError, CorruptMessageError) as error:
-                        if isinstance(error, CorruptMessageError):
-                            self._fail(error)
-                            self.link.abort(error)
-                        else:
-                            self._refuse(answer, error)
+                array = lease.array
+                fetch = answer.fetch
+                nbytes = array.nbytes
+                if nbytes <= fetch.eager_limit and nbytes <= self._small:
+                    # All that latency is measured by: answered on the spot, and the lease is given back below.
+                    data = spec_bytes(array)
+                    self._send(pack_eager(_EAGER, 0, 0, fetch.request, 0, len(data)) + data + array.tobytes())
+                    counters = self.counters
+                    if nbytes:
+                        counters.copies += 1
+                    counters.served += 1
+                    counters.bytes_out += nbytes
+                    del self._active[fetch.request]
+                    answer = None  # type: ignore[assignment]
                 else:
-                    self._refuse(answer, outcome)
-            after = self._take_after()
-        for action, argument in after:
-            action(argument)
+                    answer.lease = lease
+                    self._respond_or_refuse(answer, array)
+            if self._after:
+                after, self._after = self._after, []
+            else:
+                after = None
+        if answer is None:
+            lease.release()  # type: ignore[union-attr]
+        if after is not None:
+            run(after)
 
-    def _on_fetch(self, message: memoryview) -> None:
+    def _respond_or_refuse(self, answer: Answer, array: np.ndarray) -> None:
+        try:
+            self._respond(answer, array)
+        except CorruptMessageError as error:
+            self._fail(error)
+            self.link.abort(error)
+        except (ArenaFullError, OSError) as error:
+            self._refuse(answer, error)
+
+    def _on_fetch(self, message: memoryview) -> Action | None:
         fetch = messages.decode_fetch(message)
         if fetch.request in self._active or len(self._active) >= _MAX_ACTIVE:
             raise CorruptMessageError(f"{self.peer} asks with request {fetch.request} twice, or too many at once")
         answer = Answer(self, fetch)
         self._active[fetch.request] = answer
-        self._after.append((self._take, answer))
-
-    def _take(self, answer: Answer) -> None:
-        try:
-            self._source.take(answer.fetch.key, answer)
-        except Exception as error:
-            self.answer(answer, error)
+        return answer.ask, self._source
 
     def _respond(self, answer: Answer, array: np.ndarray) -> None:
         fetch = answer.fetch
         nbytes = array.nbytes
         if nbytes <= fetch.eager_limit:
-            self._respond_eagerly(answer, array)
+            self._stream(answer, array, spec_bytes(array))
             return
         mode = fetch.mode
         answer.array = array
@@ -131,22 +158,13 @@ class ServingEndpoint(Endpoint):
         else:
             self._paper.respond(answer, array)
 
-    def _respond_eagerly(self, answer: Answer, array: np.ndarray) -> None:
-        request, data = answer.fetch.request, spec_bytes(array)
-        room = self.link.max_message - messages.EAGER_BYTES - len(data)
-        nbytes = array.nbytes
-        counters = self.counters
-        if nbytes <= room:
-            self._send(messages.pack_eager(Kind.EAGER, 0, 0, request, 0, len(data)) + data + array.tobytes())
-            if nbytes:
-                counters.copies += 1
-            self._served(answer, nbytes)
-            return
+    def _stream(self, answer: Answer, array: np.ndarray, data: bytes) -> None:
+        """Send a tensor that may be longer than a message through the ring in pieces."""
         if not array.flags.c_contiguous:
             array = np.ascontiguousarray(array)
-            counters.copies += 1
-        counters.copies += 1
-        self._queue(_EagerStream(self, answer, flat(array), data, room).post)
+            self.counters.copies += 1
+        self.counters.copies += 1
+        self._queue(_EagerStream(self, answer, flat(array), data, self._room - len(data)).post)
 
     def _write_to(self, answer: Answer, into: Region) -> None:
         array = answer.array

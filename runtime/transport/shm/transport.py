@@ -126,7 +126,7 @@ class ShmTransport(OneSidedTransport):
         settings = self.settings
         slots = 1 << (settings.depth + _SPARE_SLOTS - 1).bit_length()
         payload = settings.eager_threshold + messages.EAGER_BYTES + messages.MAX_SPEC_BYTES
-        stride = max(2048, -(-(payload + 8) // 64) * 64)
+        stride = max(2048, -(-payload // 64) * 64)
         receiver = Receiver(slots, stride)
         doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         used = self.arena.peak_bytes
