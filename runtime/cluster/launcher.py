@@ -63,12 +63,15 @@ class TaskProcess:
 
     def wait_ready(self, deadline: Deadline) -> dict[str, Any]:
         """The task's ready line; see ``read_line``."""
-        self.ready = self.read_line(deadline)
-        return self.ready
+        ready: dict[str, Any] = self.read_line(deadline)
+        self.ready = ready
+        return ready
 
-    def read_line(self, deadline: Deadline) -> dict[str, Any]:
-        """The next line of JSON that the task prints. PeerLostError with its last words if it ended, DeadlineError (and the
-        task is killed) if it says nothing."""
+    def read_line(self, deadline: Deadline) -> Any:
+        """The value of the next line of JSON that the task prints.
+
+        PeerLostError with its last words if it ended; DeadlineError if it says nothing, and then it is killed.
+        """
         line: list[bytes] = []
         assert self.process.stdout is not None
         stdout = self.process.stdout
@@ -82,8 +85,7 @@ class TaskProcess:
         if not line[0]:
             code = self.wait(Deadline.after(10))
             raise PeerLostError(f"{self.name} ended with code {code}: {self.errors() or 'silent'}")
-        said: dict[str, Any] = json.loads(line[0])
-        return said
+        return json.loads(line[0])
 
     def errors(self) -> str:
         """The last 4000 bytes of its standard error."""

@@ -1,0 +1,121 @@
+"""``python -m harness.bench.cluster_peers``: our cluster runtime over gRPC against TensorFlow's, taking turns on one machine.
+
+Two comparisons: ``session.run`` of one op that lives in another process, and asynchronous training of the single-tower
+AlexNet (batch 32) by one parameter server and two workers. Both jobs are up for the whole time and only one of them works
+at a time. TensorFlow is looked for in the interpreter that VERBFLOW_PEER_PYTHON names, or in this one; without it our own
+figures are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from harness.bench.peers.program import peer_python
+from harness.cell import ROOT
+from runtime.cluster.launcher import LocalCluster, TaskProcess, free_addresses
+from runtime.deadline import Deadline
+
+_PATIENCE_S = 600.0
+
+
+class Contender:
+    """The workers of a job, each a process that runs a round for a line on its standard input and answers with the nanoseconds."""
+
+    def __init__(self, workers: Sequence[TaskProcess]) -> None:
+        self._workers = list(workers)
+
+    def round(self) -> list[list[int]]:
+        """One round on all workers at the same time."""
+        for worker in self._workers:
+            assert worker.process.stdin is not None
+            worker.process.stdin.write(b"go\n")
+            worker.process.stdin.flush()
+        deadline = Deadline.after(_PATIENCE_S)
+        return [worker.read_line(deadline) for worker in self._workers]
+
+
+@contextlib.contextmanager
+def ours(what: str, workers: int, batch: int, steps: int) -> Iterator[Contender]:
+    """Our job over grpc."""
+    program = ["-m", "harness.bench.peers.verbflow_job", "--what", what, "--batch", str(batch), "--steps", str(steps)]
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    options = ["--transport", "grpc", "--arena-mib", "1024", "--threads", str(threads), "--log-level", "warning"]
+    with LocalCluster(
+        {"ps": 1, "worker": workers}, programs={"worker": program}, options=options, ready_s=_PATIENCE_S
+    ) as job:
+        yield Contender([job.task(name) for name in job.spec if "/job:worker" in name])
+
+
+@contextlib.contextmanager
+def tensorflow(what: str, workers: int, batch: int, steps: int) -> Iterator[Contender]:
+    """The same job in TensorFlow."""
+    cluster = {"ps": free_addresses(1), "worker": free_addresses(workers)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VERBFLOW_")}
+    environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT)}
+    with contextlib.ExitStack() as stack:
+        tasks = []
+        for job, index in (("ps", 0), *(("worker", index) for index in range(workers))):
+            options = {"cluster": cluster, "job": job, "task": index, "what": what}
+            options |= {"batch": batch, "steps": steps, "warmup": 3}
+            command = [peer_python(), "-m", "harness.bench.peers.tensorflow_job", json.dumps(options)]
+            tasks.append(TaskProcess(f"TensorFlow's {job} {index}", command, environment))
+            stack.callback(tasks[-1].close, 0)
+        deadline = Deadline.after(_PATIENCE_S)
+        for task in tasks:
+            task.wait_ready(deadline)
+        yield Contender(tasks[1:])
+
+
+def has_tensorflow() -> bool:
+    found = subprocess.run(
+        [peer_python(), "-c", "import importlib.util as u, sys; sys.exit(not u.find_spec('tensorflow'))"], check=False
+    )
+    return found.returncode == 0
+
+
+def compare(what: str, workers: int, batch: int, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Contender -> seconds a step (the mean over workers of each one's median), one a round, in turns."""
+    contenders = {"verbflow": ours, **({"tensorflow": tensorflow} if has_tensorflow() else {})}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    with contextlib.ExitStack() as stack:
+        jobs = {name: stack.enter_context(start(what, workers, batch, steps)) for name, start in contenders.items()}
+        for _ in range(rounds):
+            for name, job in jobs.items():
+                medians = [statistics.median(times) for times in job.round()]
+                seconds[name].append(statistics.mean(medians) * 1e-9)
+    return seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[1])
+    parser.add_argument("--what", choices=("op", "alexnet", "both"), default="both")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="a round; by default 500 ops, 6 training steps")
+    chosen = parser.parse_args()
+    for what in ("op", "alexnet") if chosen.what == "both" else (chosen.what,):
+        workers = 2 if what == "alexnet" else 1
+        steps = chosen.steps or (500 if what == "op" else 6)
+        seconds = compare(what, workers, chosen.batch, steps, chosen.rounds)
+        for name, rounds in seconds.items():
+            middle = statistics.median(rounds)
+            figure = f"{middle * 1e6:.0f} us" if what == "op" else f"{workers * chosen.batch / middle:.1f} images/s"
+            print(f"{what}: {name} {figure}")
+        if "tensorflow" in seconds:
+            ratios = [other / own for own, other in zip(seconds["verbflow"], seconds["tensorflow"])]
+            print(f"{what}: verbflow is {statistics.median(ratios):.2f} times as fast as TensorFlow (rounds: ", end="")
+            print(", ".join(f"{ratio:.2f}" for ratio in ratios) + ")")
+        else:
+            print(f"{what}: no TensorFlow to compare with in {peer_python()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
