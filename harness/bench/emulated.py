@@ -43,6 +43,7 @@ class EmulatedParams(TrainingParams):
     arena_bytes: int = parameter(0, "memory of a task; 0: what the model and the workers need", unit="bytes")
     overlap: bool = parameter(False, "layers compute as soon as their own weights are there", unit="flag")
     jitter_percent: int = parameter(30, "a step's compute varies by so much, uniformly around its mean", at_most=100)
+    spread_ns: int = parameter(0, "workers begin evenly over this time, best a step's of one worker", unit="ns")
     global_steps: int = parameter(24, "timed steps of all workers together", at_least=1)
     fabric_rate: int = parameter(0, "bytes a second of every task's port; 0: no fabric", unit="bytes")
     spin_us: int = parameter(60, "how long a waiting thread polls before it sleeps", at_most=10_000)
@@ -144,7 +145,8 @@ class Emulated(Training):
         workers = self.ranks(p) - p.servers if p.transport != ALONE else 1
         # All have made equally many steps so far.
         first = (state.steps + 1) * workers
-        time.sleep(max(0, state.worker) * p.compute_ns * 1e-9 / workers)
+        # Asynchronous workers that begin together stay in phase, all pulling and then all pushing.
+        time.sleep(max(0, state.worker) * p.spread_ns * 1e-9 / workers)
         rows: list[tuple[int, int, int]] = []
         while True:
             start = time.monotonic_ns()
