@@ -177,14 +177,11 @@ def perform(folder: Path, plan: Plan, place: Place, progress: Progress) -> dict[
                 f"the runner in the guest ended with code {outcome.returncode}:\n{outcome.output[-2000:]}"
             )
         break
-    counts: dict[str, int] = {}
-    for status in runner.finished(folder, plan).values():
-        counts[status] = counts.get(status, 0) + 1
-    return counts
+    return _tally(folder, plan)
 
 
-def finish(folder: Path, plan: Plan, experiment: Experiment, place: Place, counts: dict[str, int]) -> Outcome:
-    """Tables, conclusions, pictures and report from what a run has measured, complete or not."""
+def describe(folder: Path, plan: Plan, experiment: Experiment, place: Place) -> None:
+    """Write what the run is about into its folder, so that it can be reported whatever becomes of the definition."""
     info = {
         "experiment": plan.experiment,
         "title": experiment.definition.title,
@@ -197,13 +194,22 @@ def finish(folder: Path, plan: Plan, experiment: Experiment, place: Place, count
         "launcher": plan.launcher,
         "launcher_options": dict(plan.launcher_options),
         "definition": experiment.definition.model_dump(mode="json", exclude_none=True),
-        "counts": counts,
     }
-    store.compact(folder, info)
-    return conclude(folder, counts, place.reason)
+    write_atomically(folder / "about.json", json.dumps(info, indent=1).encode())
 
 
-def conclude(folder: Path, counts: dict[str, int] | None = None, place: str = "") -> Outcome:
+def finish(folder: Path) -> Outcome:
+    """Tables, conclusions, pictures and report from what a run has measured, complete or not."""
+    try:
+        info = json.loads((folder / "about.json").read_text())
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{folder / 'about.json'} cannot be read ({error}); run the experiment anew") from error
+    counts = _tally(folder, Plan.read(folder))
+    store.compact(folder, {**info, "counts": counts})
+    return conclude(folder)
+
+
+def conclude(folder: Path) -> Outcome:
     """Conclusions, pictures and report of a stored run; also for runs measured long ago or elsewhere."""
     from harness.analysis import compare
     from harness.plots import figures
@@ -211,8 +217,8 @@ def conclude(folder: Path, counts: dict[str, int] | None = None, place: str = ""
 
     results = store.load(folder)
     info = results.info[0]
-    tally = counts or dict(info.get("counts", {}))
-    outcome = Outcome(folder, tally, place=place or info.get("place", ""))
+    tally = dict(info.get("counts", {}))
+    outcome = Outcome(folder, tally, place=info.get("place", ""))
     if (results.runs["status"] == "ok").any():
         outcome.comparisons = compare.conclude(results, info["definition"].get("conclude", []))
         outcome.pictures = figures.draw_all(results, outcome.comparisons, folder / "pictures")
@@ -232,6 +238,13 @@ def conclude(folder: Path, counts: dict[str, int] | None = None, place: str = ""
 def cells_of(plan: Plan) -> list[Cell]:
     """Every cell of a plan once."""
     return list({trial.key: trial.cell for trial in plan.trials}.values())
+
+
+def _tally(folder: Path, plan: Plan) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for status in runner.finished(folder, plan).values():
+        counts[status] = counts.get(status, 0) + 1
+    return counts
 
 
 def _sentence(results: store.Results, comparisons: list[Comparison], asked: bool) -> str:

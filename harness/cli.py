@@ -213,12 +213,13 @@ def run(name: str, profile: str | None, pairs: tuple[str, ...], rounds: int | No
             f"about {units.format_ns(estimate['seconds'] * 1e9)}; run {folder.name}"
         )
     with store.locked(folder):
+        campaign.describe(folder, made, experiment, place)
         try:
             counts = campaign.perform(folder, made, place, Silent() if as_json else for_stream())
         except KeyboardInterrupt:
             _complain(f"interrupted; continue with: verbflow run {name} --resume", as_json)
             return EXIT_INTERRUPTED
-        outcome = campaign.finish(folder, made, experiment, place, counts)
+        outcome = campaign.finish(folder)
     if as_json:
         _emit(_outcome_json(outcome))
     else:
@@ -332,8 +333,7 @@ def compare(a: str, b: str, margin: float, about: str, as_json: bool) -> None:
 @_told
 def report(name: str, as_json: bool) -> None:
     """Rebuild tables, pictures and the HTML report of a stored run (its folder, its name, or an experiment's newest)."""
-    from harness import campaign, runner, store
-    from harness.definition import load_experiment
+    from harness import campaign, store
     from harness.errors import RecordError
 
     try:
@@ -343,16 +343,7 @@ def report(name: str, as_json: bool) -> None:
         if not known:
             raise
         folder = known[-1]
-    if (folder / "raw").is_dir():
-        made = runner.Plan.read(folder)
-        experiment = load_experiment(made.experiment, made.profile)
-        counts: dict[str, int] = {}
-        for value in runner.finished(folder, made).values():
-            counts[value] = counts.get(value, 0) + 1
-        reason = _stored_reason(folder)
-        outcome = campaign.finish(folder, made, experiment, campaign.Place("here", made.fidelity, reason), counts)
-    else:
-        outcome = campaign.conclude(folder)
+    outcome = campaign.finish(folder) if (folder / "raw").is_dir() else campaign.conclude(folder)
     if as_json:
         _emit(_outcome_json(outcome))
     else:
@@ -494,13 +485,6 @@ def _show(outcome: Any) -> None:
         click.echo(f"picture: {picture}")
     click.echo(f"report:  {outcome.report}")
     click.echo(f"verdict: {outcome.sentence}")
-
-
-def _stored_reason(folder: Path) -> str:
-    try:
-        return str(json.loads((folder / "run.json").read_text()).get("place", ""))
-    except (OSError, ValueError):
-        return ""
 
 
 def _is_locked(folder: Path) -> bool:
