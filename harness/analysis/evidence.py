@@ -18,7 +18,12 @@ from harness.analysis import frames
 from harness.analysis.paper import PRINTED, Printed, beside_printed
 
 # What a trial of these counts as speed; of all others it is iterations a second.
-_RATED = {"training": "operations_per_s", "emulated": "operations_per_s", "stream": "bytes_per_s", "fanin": "bytes_per_s"}
+_RATED = {
+    "training": "operations_per_s",
+    "emulated": "operations_per_s",
+    "stream": "bytes_per_s",
+    "fanin": "bytes_per_s",
+}
 _EMPTY = ["experiment", "way", "speed"]
 
 

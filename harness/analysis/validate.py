@@ -21,6 +21,7 @@ from harness.analysis.simulation import Layer
 EXPERIMENT = "paper/costmodel"
 MARGIN = 0.15
 _GRADIENTS = "gradients/"
+_COLUMNS = ["model", "transport", "workers", "measured", "predicted", "error", "bottleneck"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,11 @@ def workload(layers: list[Layer], cost: StepCost, batch: int) -> Workload:
     return Workload(layers, cost.forward, cost.backward, cost.apply / nbytes, batch)
 
 
-def validate(results: store.Results, paper: Printed | None = None) -> pd.DataFrame:
-    """Predicted beside measured global steps a second: one row a transport and number of workers. ``error`` is relative, in
-    seconds a step: +0.1 is a prediction 10 % slower than measured."""
+def validate(results: store.Results | None, paper: Printed | None = None) -> pd.DataFrame:
+    """Predicted beside measured global steps a second: one row a transport and number of workers, none without results.
+    ``error`` is relative, in seconds a step: +0.1 is a prediction 10 % slower than measured."""
+    if results is None:
+        return pd.DataFrame(columns=_COLUMNS)
     layers = (paper or printed()).layers
     networks = {name: one_machine(fit) for name, fit in fits(results).items()}
     costs = step_costs(results)
@@ -97,7 +100,7 @@ def validate(results: store.Results, paper: Printed | None = None) -> pd.DataFra
                 "bottleneck": prediction.bottleneck,
             }
         )
-    table = pd.DataFrame(rows, columns=["model", "transport", "workers", "measured", "predicted", "error", "bottleneck"])
+    table = pd.DataFrame(rows, columns=_COLUMNS)
     return table.sort_values(["transport", "workers"], ignore_index=True)
 
 
@@ -110,7 +113,9 @@ def main(argv: list[str] | None = None) -> int:
     margin, 3 if some are not, 4 if there is nothing to compare."""
     arguments = sys.argv[1:] if argv is None else argv
     table = validate(store.load(*(arguments or [EXPERIMENT])))
-    print(table.to_string(index=False, float_format=lambda value: f"{value:.3g}") if len(table) else "nothing to compare")
+    print(
+        table.to_string(index=False, float_format=lambda value: f"{value:.3g}") if len(table) else "nothing to compare"
+    )
     return 4 if table.empty else 3 if (table["error"].abs() > MARGIN).any() else 0
 
 
