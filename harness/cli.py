@@ -413,6 +413,118 @@ def publish(name: str, label: str, as_json: bool) -> None:
         click.echo(f"published in {target}")
 
 
+@main.group()
+def check() -> None:
+    """Judge stored results: published claims, or the cost model's predictions."""
+
+
+_stored_option = click.option("--stored", type=click.Choice(["newest", "published"]), default="newest", show_default=True,
+                              help="Which stored runs: newest takes scratch runs before published ones.")  # fmt: skip
+
+
+@check.command("paper")
+@_stored_option
+@_json_option
+@_told
+def check_paper(stored: str, as_json: bool) -> int:
+    """Judge every claim of experiments/paper/claims.toml by stored runs and the simulation.
+
+    Exit codes: 0 every claim that could be judged is reproduced; 3 some are not; 4 none could be judged.
+    """
+    from harness import paper
+    from harness.analysis import claims
+
+    found = paper.collect(("published",) if stored == "published" else ("scratch", "published"))
+    if as_json:
+        _emit(found.judged.to_dict(orient="records"))
+    else:
+        _show_claims(found.judged)
+    verdicts = set(found.judged["verdict"])
+    if claims.NOT_REPRODUCED in verdicts:
+        return EXIT_SOME_FAILED
+    return 0 if claims.REPRODUCED in verdicts else EXIT_NOTHING
+
+
+@check.command("costmodel")
+@click.argument("name", default="paper/costmodel")
+@_json_option
+@_told
+def check_costmodel(name: str, as_json: bool) -> int:
+    """Predicted beside measured training steps of a stored run.
+
+    Exit codes: 0 every prediction is within 15 %; 3 some are not; 4 there is nothing to compare.
+    """
+    from harness import store
+    from harness.analysis import validate
+
+    table = validate.validate(store.load(name))
+    if as_json:
+        _emit(table.to_dict(orient="records"))
+    else:
+        _table(
+            ["transport", "workers", "measured steps/s", "predicted", "error in time", "bottleneck"],
+            [
+                [
+                    row.transport,
+                    str(row.workers),
+                    f"{row.measured:.3g}",
+                    f"{row.predicted:.3g}",
+                    f"{row.error:+.0%}",
+                    row.bottleneck,
+                ]
+                for row in table.itertuples()
+            ],
+        )
+    if table.empty:
+        return EXIT_NOTHING
+    return EXIT_SOME_FAILED if (table["error"].abs() > validate.MARGIN).any() else 0
+
+
+@main.command()
+@click.option("--profile", type=click.Choice(["full", "quick"]), default="full", show_default=True,
+              help="full is published; quick is for a check of everything.")  # fmt: skip
+@click.option("--only", multiple=True, metavar="NAME", help="Run these of its experiments, then rebuild all.")
+@click.option("--rebuild", is_flag=True, help="Run nothing: rebuild tables and notebook from what is stored.")
+@_json_option
+@_told
+def paper(profile: str, only: tuple[str, ...], rebuild: bool, as_json: bool) -> int:
+    """Run the paper's experiments that can run here; rebuild published results, verdicts and notebook."""
+    import signal
+
+    from harness import paper as papers
+    from harness.progress import Silent, for_stream
+    from runtime.errors import VerbflowError
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    unknown = sorted(set(only) - set(papers.PARTS["full"]))
+    if unknown:
+        raise HarnessError(
+            f"the paper has no experiment {', '.join(unknown)}; it has {', '.join(papers.PARTS['full'])}"
+        )
+
+    def tell(text: str) -> None:
+        if not as_json:
+            click.echo(text)
+
+    counts: dict[str, int] = {}
+    for name in () if rebuild else only or papers.PARTS[profile]:
+        tell(f"== {name}")
+        try:
+            for status, count in papers.perform(name, profile, Silent() if as_json else for_stream()).items():
+                counts[status] = counts.get(status, 0) + count
+        except (HarnessError, VerbflowError) as error:
+            tell(f"not run: {error}")
+            counts["skipped"] = counts.get("skipped", 0) + 1
+    found = papers.rebuild(profile, tell)
+    if as_json:
+        _emit({"trials": counts, "claims": found.judged.to_dict(orient="records")})
+    else:
+        _show_claims(found.judged)
+        if counts:
+            click.echo("trials: " + ", ".join(f"{count} {status}" for status, count in counts.items()))
+    return EXIT_SOME_FAILED if counts.get("failed") or counts.get("timeout") else 0
+
+
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option("--writable", type=click.Path(path_type=Path), multiple=True, help="Folder the command may write to.")
@@ -483,8 +595,39 @@ def _show(outcome: Any) -> None:
     click.echo()
     for picture in outcome.pictures:
         click.echo(f"picture: {picture}")
+    for item in outcome.expectations:
+        click.echo(f"expected: {item.sentence()}")
     click.echo(f"report:  {outcome.report}")
     click.echo(f"verdict: {outcome.sentence}")
+
+
+def _show_claims(judged: Any) -> None:
+    def number(value: Any) -> str:
+        return "" if value is None or value != value else f"{value:.2f}"
+
+    def claimed(row: Any) -> str:
+        low, high = row["claimed_low"], row["claimed_high"]
+        if math.isinf(high):
+            return f"from {low:.3g}"
+        return f"to {high:.3g}" if math.isinf(low) else f"{low:.3g} to {high:.3g}"
+
+    _table(
+        ["claim", "printed", "accepted", "ours", "by", "verdict", "because"],
+        [
+            [
+                row["id"],
+                number(row["printed"]),
+                claimed(row),
+                number(row["ours"]),
+                row["way"] if isinstance(row["way"], str) else "",
+                row["verdict"],
+                row["reason"],
+            ]
+            for row in judged.to_dict(orient="records")
+        ],
+    )
+    tally = judged["verdict"].value_counts()
+    click.echo(f"{len(judged)} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in tally.items()))
 
 
 def _is_locked(folder: Path) -> bool:

@@ -99,16 +99,31 @@ def find_run(name: str, root: Path | None = None) -> Path:
     raise RecordError(f"no stored run is called {name!r}; {listed}")
 
 
+def newest_runs(kinds: Sequence[str] = ("scratch", "published"), root: Path | None = None) -> dict[str, Path]:
+    """Experiment -> its newest stored run, of the first of ``kinds`` that has one."""
+    top = root or results_root()
+    found: dict[str, Path] = {}
+    for kind in kinds:
+        newest: dict[str, Path] = {}
+        for path in sorted((top / kind).glob("**/run.json"), key=lambda path: path.parent.name):
+            newest[_experiment_of(path.parent, top)] = path.parent
+        found = {**newest, **found}
+    return found
+
+
 def _experiment_of(folder: Path, top: Path) -> str:
     """The experiment of a run's folder, by where it lies."""
     return folder.parent.relative_to(top / folder.relative_to(top).parts[0]).as_posix()
 
 
-def compact(folder: Path, info: dict[str, Any]) -> None:
+def compact(folder: Path, info: dict[str, Any], wanted: Collection[str] | None = None) -> None:
     """Make the four tables and ``run.json`` from the raw trials of a run. ``info`` is what run.json says besides the
-    environment. Raw trials stay, so that a run can be resumed; damaged ones are left out and named in run.json."""
+    environment; ``wanted`` are the run_ids that belong to the plan (a resumed run may hold trials of older sources). Raw trials
+    stay, so that a run can be resumed; damaged ones are left out and named in run.json."""
     trials, damaged = [], []
     for path in sorted((folder / "raw").glob("*.npz")):
+        if wanted is not None and path.stem not in wanted:
+            continue
         try:
             trials.append(records.read_trial(path))
         except RecordError as error:
