@@ -38,10 +38,21 @@ def runs_table(results: Sequence[store.Results]) -> pd.DataFrame:
         speed = 1e9 / frame["median_ns"]
         for bench, column in _RATED.items():
             speed = speed.where(frame["bench"] != bench, frame[column])
-        tables.append(frame.assign(way=frame["fidelity"], speed=speed).astype({"speed": float}))
+        frame = frame.merge(cores(one.counters), on="run_id", how="left")
+        tables.append(frame.assign(way=frame["fidelity"], speed=speed.to_numpy(float)))
     if not tables:
         return pd.DataFrame(columns=_EMPTY)
     return pd.concat(tables, ignore_index=True)
+
+
+def cores(counters: pd.DataFrame) -> pd.DataFrame:
+    """How many processors a trial's processes kept busy while it was timed, together: ``run_id``, ``cores``."""
+    passed = counters.assign(passed=(counters["after"] - counters["before"]).astype(float))
+    by_name = passed.pivot_table(index=["run_id", "rank"], columns="name", values="passed")
+    if not {"cpu.user", "cpu.system", "clock.monotonic"} <= set(by_name):
+        return pd.DataFrame({"run_id": pd.Series(dtype=str), "cores": pd.Series(dtype=float)})
+    share = (by_name["cpu.user"] + by_name["cpu.system"]) / by_name["clock.monotonic"]
+    return share.groupby("run_id").sum().rename("cores").reset_index()
 
 
 def measured_points(paper: Printed, runs: pd.DataFrame, path: Path = PRINTED) -> pd.DataFrame:
