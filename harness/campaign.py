@@ -21,7 +21,7 @@ from harness.runner import Plan
 from runtime.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from harness.analysis.compare import Comparison
+    from harness.analysis.compare import Comparison, Expectation
 
 # Start of fresh processes, import, connect, verify; measured, per rank that a processor has to start.
 _START_NS = 500_000_000
@@ -37,6 +37,7 @@ class Outcome:
     counts: dict[str, int]
     comparisons: list[Comparison] = field(default_factory=list)
     pictures: list[Path] = field(default_factory=list)
+    expectations: list[Expectation] = field(default_factory=list)
     report: Path | None = None
     sentence: str = ""
     place: str = ""
@@ -204,8 +205,8 @@ def finish(folder: Path) -> Outcome:
         info = json.loads((folder / "about.json").read_text())
     except (OSError, ValueError) as error:
         raise RecordError(f"{folder / 'about.json'} cannot be read ({error}); run the experiment anew") from error
-    counts = _tally(folder, Plan.read(folder))
-    store.compact(folder, {**info, "counts": counts})
+    plan = Plan.read(folder)
+    store.compact(folder, {**info, "counts": _tally(folder, plan)}, {trial.run_id for trial in plan.trials})
     return conclude(folder)
 
 
@@ -221,6 +222,7 @@ def conclude(folder: Path) -> Outcome:
     outcome = Outcome(folder, tally, place=info.get("place", ""))
     if (results.runs["status"] == "ok").any():
         outcome.comparisons = compare.conclude(results, info["definition"].get("conclude", []))
+        outcome.expectations = compare.expectations(results, info["definition"].get("expect", []))
         outcome.pictures = figures.draw_all(results, outcome.comparisons, folder / "pictures")
     outcome.sentence = _sentence(results, outcome.comparisons, bool(info["definition"].get("conclude")))
     outcome.report = build.write(
@@ -230,6 +232,7 @@ def conclude(folder: Path) -> Outcome:
         "sentence": outcome.sentence,
         "counts": tally,
         "comparisons": [item.to_json() for item in outcome.comparisons],
+        "expectations": [vars(item) for item in outcome.expectations],
     }
     write_atomically(folder / "verdict.json", json.dumps(content, indent=1).encode())
     return outcome

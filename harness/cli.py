@@ -1,7 +1,8 @@
 """The command line: ``verbflow COMMAND``. Every command takes ``--json``.
 
 Exit codes: 0 done; 1 an error, told in a sentence; 2 wrong usage; 3 done, but some trials failed (their errors are kept);
-4 nothing could be measured here; 130 interrupted, resume with ``verbflow run NAME --resume``.
+4 nothing could be measured here; 5 measured, but not what the definition expects (``run --check``); 130 interrupted, resume
+with ``verbflow run NAME --resume``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import click
 from harness import units
 from harness.errors import HarnessError
 
-EXIT_ERROR, EXIT_SOME_FAILED, EXIT_NOTHING, EXIT_INTERRUPTED = 1, 3, 4, 130
+EXIT_ERROR, EXIT_SOME_FAILED, EXIT_NOTHING, EXIT_UNEXPECTED, EXIT_INTERRUPTED = 1, 3, 4, 5, 130
 
 
 def _told(command: Callable[..., int | None]) -> Callable[..., None]:
@@ -97,7 +98,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> None:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog="Exit codes: 0 done, 1 error, 2 usage, "
-             "3 some trials failed, 4 nothing could be measured, 130 interrupted.")  # fmt: skip
+             "3 some trials failed, 4 nothing could be measured, 5 not as expected, 130 interrupted.")  # fmt: skip
 @click.version_option(package_name="verbflow")
 def main() -> None:
     """What does RDMA buy a distributed training job, and where does the time go?"""
@@ -189,9 +190,18 @@ def plan(name: str, profile: str | None, pairs: tuple[str, ...], rounds: int | N
 @_set_option
 @_rounds_option
 @click.option("--resume", is_flag=True, help="Continue the newest unfinished run of this experiment and profile.")
+@click.option("--check", is_flag=True, help="Exit with 5 unless the ratios that the definition expects were found.")
 @_json_option
 @_told
-def run(name: str, profile: str | None, pairs: tuple[str, ...], rounds: int | None, resume: bool, as_json: bool) -> int:
+def run(
+    name: str,
+    profile: str | None,
+    pairs: tuple[str, ...],
+    rounds: int | None,
+    resume: bool,
+    check: bool,
+    as_json: bool,
+) -> int:
     """Run an experiment; ends with a table, pictures, a report and a verdict."""
     import signal
 
@@ -202,6 +212,9 @@ def run(name: str, profile: str | None, pairs: tuple[str, ...], rounds: int | No
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     experiment, place, note = _resolve(name, profile, forgiving=True)
+    if check and experiment.place == "guest" and place.where == "here" and place.choice is None:
+        click.echo(f"verbflow: nothing is checked: {note}", err=True)
+        return 0
     made = campaign.make_plan(experiment, _settings(pairs), place, rounds)
     folder, resumed = campaign.open_run(made, resume)
     if not as_json:
@@ -224,6 +237,8 @@ def run(name: str, profile: str | None, pairs: tuple[str, ...], rounds: int | No
         _emit(_outcome_json(outcome))
     else:
         _show(outcome)
+    if check and not all(item.met for item in outcome.expectations):
+        return EXIT_UNEXPECTED
     return _code(counts)
 
 
@@ -580,6 +595,7 @@ def _outcome_json(outcome: Any) -> dict[str, Any]:
         "counts": outcome.counts,
         "sentence": outcome.sentence,
         "comparisons": [item.to_json() for item in outcome.comparisons],
+        "expectations": [vars(item) for item in outcome.expectations],
         "pictures": [str(path) for path in outcome.pictures],
         "report": str(outcome.report) if outcome.report else None,
     }

@@ -91,6 +91,19 @@ class ConclusionTable(Table):
     mixed: bool = False
 
 
+class ExpectationTable(Table):
+    """A band in which the ratio of times (contender's over baseline's) must lie; for CI, where the reason is known."""
+
+    sweep: str
+    baseline: dict[str, Any]
+    contender: dict[str, Any]
+    about: Literal["latency", "bandwidth", "message-cost", "training", "overhead"] = "latency"
+    where: dict[str, Any] = Field(default_factory=dict)
+    ratio: tuple[float, float]
+    mixed: bool = False
+    because: str
+
+
 class ProfileTable(Table):
     place: Literal["here", "guest"] = "here"
     rounds: int | None = Field(default=None, ge=1, le=1000)
@@ -113,6 +126,7 @@ class Definition(Table):
     launcher: LauncherTable = LauncherTable()
     sweep: list[SweepTable] = Field(min_length=1)
     conclude: list[ConclusionTable] = Field(default_factory=list)
+    expect: list[ExpectationTable] = Field(default_factory=list)
     profile: dict[str, ProfileTable] = Field(default_factory=dict)
 
 
@@ -267,7 +281,7 @@ def _sentence(path: Path, item: Any) -> str:
 
 
 _MODELS: dict[str, type[Table]] = {
-    "sweep": SweepTable, "conclude": ConclusionTable, "profile": ProfileTable, "measure": MeasureTable,
+    "sweep": SweepTable, "conclude": ConclusionTable, "expect": ExpectationTable, "profile": ProfileTable, "measure": MeasureTable,
 }  # fmt: skip
 
 

@@ -93,6 +93,40 @@ def conclude(results: store.Results, conclusions: Sequence[Mapping[str, Any]]) -
     return found
 
 
+@dataclass(frozen=True)
+class Expectation:
+    """A band that a ratio was expected in, what was found, and whether it lies inside. ``found`` is missing where nothing was
+    measured, which counts as not met."""
+
+    what: str
+    low: float
+    high: float
+    found: float | None
+    met: bool
+    because: str
+
+    def sentence(self) -> str:
+        found = "not measured" if self.found is None else f"{self.found:.3g}"
+        state = "met" if self.met else "NOT MET"
+        return f"{state}: {self.what}: {found}, expected {self.low:g} to {self.high:g} ({self.because})"
+
+
+def expectations(results: store.Results, bands: Sequence[Mapping[str, Any]]) -> list[Expectation]:
+    """Check ratios of times against the bands of a definition; suspect rows count as not met."""
+    checked: list[Expectation] = []
+    for band in bands:
+        low, high = band["ratio"]
+        found = conclude(results, [band])
+        if not found:
+            what = f"{band['sweep']}: {_named(band['contender'])} over {_named(band['baseline'])}"
+            checked.append(Expectation(what, low, high, None, False, band["because"]))
+        for item in found:
+            what = f"{_named(item.setting)} {_named(item.contender)} over {_named(item.baseline)}".strip()
+            inside = low <= item.ratio.value <= high and not item.not_claimed.startswith("suspect")
+            checked.append(Expectation(what, low, high, item.ratio.value, inside, band["because"]))
+    return checked
+
+
 def compare(
     first: store.Results, second: store.Results, margin: float = 0.03, about: str = "latency"
 ) -> list[Comparison]:
