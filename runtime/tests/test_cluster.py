@@ -93,7 +93,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
 
 def test_tensors_survive_messages() -> None:
     for array in (
-        np.float32(3.5).reshape(()),
+        np.array(3.5, np.float32),
         np.zeros((0, 3), np.int64),
         pattern(4096).view(np.float32).reshape(32, 32),
     ):

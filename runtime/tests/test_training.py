@@ -24,6 +24,7 @@ from runtime.graph.math_ops import mul, sub
 from runtime.graph.reduction_ops import matmul, reduce_mean
 from runtime.graph.state_ops import global_step, variable, variables
 from runtime.models import catalog
+from runtime.tensor import TensorSpec
 from runtime.training.checkpoint import Checkpoint, latest_checkpoint
 from runtime.training.data import batches, digits
 from runtime.training.optimizers import SGD, Adagrad, Adam, Momentum, Optimizer, optimizer
@@ -213,19 +214,30 @@ def test_local_update_schemes_train_the_servers_variables(kind: str) -> None:
             graph = Graph()
             device = workers[number].name
             x, y, loss = regression(graph, 32, device, servers=device)
-            common = {"window": window, "place": lambda spec: PS}
+
+            def place(spec: TensorSpec) -> str:
+                return PS
+
+            local = SGD(0.01)
             if kind == "sagn":
-                scheme = sagn(loss, SGD(0.01), SGD(0.1), worker=number, aggregate=2, replicas=members, **common)
+                scheme = sagn(
+                    loss, local, SGD(0.1), window=window, place=place, worker=number, aggregate=2, replicas=members
+                )
+            elif kind == "downpour":
+                scheme = downpour(loss, local, SGD(0.02), window=window, place=place)
             else:
-                make = downpour if kind == "downpour" else agn
-                scheme = make(loss, SGD(0.01), SGD(0.02 if kind == "downpour" else 0.1), **common)
+                scheme = agn(loss, local, SGD(0.1), window=window, place=place)
             with Session(graph, workers[number]) as session, Session(graph, workers[number]) as updates:
                 session.run(scheme.pull)
                 np.testing.assert_array_equal(session.run("weights"), session.run("server/weights"))
                 barrier = scheme.synchronous
-                updater = threading.Thread(
-                    target=lambda: [updates.run(barrier.update, timeout_s=60) for _ in range(40)]
-                )
+
+                def update() -> None:
+                    assert barrier is not None
+                    for _ in range(40):
+                        updates.run(barrier.update, timeout_s=60)
+
+                updater = threading.Thread(target=update)
                 if barrier is not None and number == 0:
                     updater.start()
                 at = 0
