@@ -392,11 +392,14 @@ class Master:
             outcome.fail(None, StepAbortedError("the session was closed"))
         request = pb.DeregisterRequest(session=self.session)
         deadline = Deadline.after(_GRACE_S)
-        gone = [
-            task.start("DeregisterGraph", request, deadline)
-            for name, task in self._tasks.items()
-            if name in used or isinstance(task, LocalTask)
-        ]
+        gone: list[Future[Any]] = []
+        for name, task in self._tasks.items():
+            if name in used or isinstance(task, LocalTask):
+                finished = pb.CleanupRequest(steps=self._take_finished(name))
+                gone += [
+                    task.start("CleanupGraph", finished, deadline),
+                    task.start("DeregisterGraph", request, deadline),
+                ]
         for future in gone:
             future.exception(Deadline.after(deadline.remaining() + 1.0))
         for task in self._tasks.values():

@@ -25,7 +25,8 @@ class Server:
     ``transport``: "auto" or the name of the one to use for every pair. ``token``: the run's secret, the same in all tasks; an
     empty one is allowed on loopback only. ``bind``: the address to listen on, by default the host of the cluster's address.
     ``threads``: how many a kernel may use, by default all cores. ``params``: options of transports by name. ``arena_bytes``: memory
-    for variables and for tensors that cross processes, touched now unless ``touch`` is false.
+    for variables and for tensors that cross processes, with ``touch`` made present now and not at its first use. ``poison``
+    overwrites memory as soon as its content is used up, so that a use after that shows (for tests).
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Server:
         params: Mapping[str, Mapping[str, object]] | None = None,
         tls: Tls | None = None,
         touch: bool = False,
+        poison: bool = False,
     ) -> None:
         self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec(cluster)
         self.name = self.cluster.task(job, task)
@@ -57,7 +59,7 @@ class Server:
         self.settings = {"threads": str(threads), **{name: os.environ.get(name, "") for name in _RECORDED}}
         self._ended = threading.Event()
         self._closed = False
-        arena = Arena(arena_bytes, shared=wants_shared_arena(transport))
+        arena = Arena(arena_bytes, shared=wants_shared_arena(transport), poison=poison)
         if touch:
             arena.touch()
         self.worker = Worker(
@@ -70,6 +72,7 @@ class Server:
             tls=tls,
             params=params,
             settings=self.settings,
+            poison=poison,
         )
         self.worker.on_shutdown(self._ended.set)
         try:

@@ -7,6 +7,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -59,6 +60,7 @@ class _Registered:
     transports: dict[str, str] = field(default_factory=dict)
     watches: list[Watch] = field(default_factory=list)
     running: int = 0  # the step's id
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=16))  # that may not be cleaned up yet
     guard: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -78,6 +80,7 @@ class Worker:
         params: Mapping[str, Mapping[str, object]] | None = None,
         settings: Mapping[str, str] | None = None,
         health: HealthMonitor | None = None,
+        poison: bool = False,
     ) -> None:
         self.task = task
         # Never zero, and positive as a signed 64-bit number, so that every tool can hold it.
@@ -99,6 +102,7 @@ class Worker:
         )
         self._token, self._tls = token, tls
         self._threads = threads
+        self._poison = poison
         self._settings = dict(settings or {})
         self._guard = threading.Lock()
         self._graphs: dict[str, _Registered] = {}
@@ -152,6 +156,7 @@ class Worker:
             arena=self.arena,
             threads=self._threads,
             tracer=self.tracer,
+            poison=self._poison,
         )
         graph = _Registered(
             request.handle,
@@ -232,6 +237,7 @@ class Worker:
                 if watch.lost is not None:
                     raise watch.lost
             graph.running = step
+            graph.steps.append(step)
             rendezvous = self.rendezvous.begin(step, graph.routes, generation=generation, deadline=deadline)
             try:
                 return graph.executor.run(step, rendezvous, dict(zip(graph.feeds, feeds, strict=True)), deadline)
@@ -275,7 +281,6 @@ class Worker:
     def ping(self, request: pb.PingRequest) -> pb.PingReply:
         if request.session:
             self._renew(request.session)
-            self.cleanup(list(request.finished))
             self._drop_dead_sessions()
         return pb.PingReply(incarnation=self.incarnation, active_steps=len(self.rendezvous.running()))
 
@@ -415,6 +420,7 @@ class Worker:
         for watch in graph.watches:
             self.health.unwatch(watch)
         with graph.guard:  # the step that was aborted has left
+            self.cleanup(list(graph.steps))
             # Peers must be unable to write to the slots before their memory can be given to somebody else.
             for name, wires in graph.wires.items():
                 self.transports.transport(name).withdraw(wires, reason)

@@ -37,7 +37,9 @@ def cluster(transport: str = "inproc", **counts: int) -> Iterator[dict[str, Serv
     spec = ClusterSpec({job: [next(addresses) for _ in range(count)] for job, count in counts.items()})
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(Server(spec, job, index, transport=transport, token="t", arena_bytes=ARENA, threads=1))
+            stack.enter_context(
+                Server(spec, job, index, transport=transport, token="t", arena_bytes=ARENA, threads=1, poison=True)
+            )
             for job, count in counts.items()
             for index in range(count)
         ]
@@ -246,6 +248,7 @@ def test_what_a_session_registered_goes_with_it() -> None:
         # Only the variable is left: it belongs to the cluster.
         left = [server.worker.arena.used_bytes - before for server, before in zip(servers.values(), used)]
         assert left == [64, 0]
+        assert [server.worker.rendezvous.running() for server in servers.values()] == [[], []]
 
 
 def test_a_step_that_waits_in_vain_ends_at_its_deadline_and_the_next_one_runs() -> None:

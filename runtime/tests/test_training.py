@@ -43,7 +43,7 @@ def cluster(workers: int) -> Iterator[tuple[Server, list[Server]]]:
     with ExitStack() as stack:
 
         def start(job: str, index: int) -> Server:
-            options = {"transport": "inproc", "token": "t", "arena_bytes": ARENA, "threads": 1}
+            options = {"transport": "inproc", "token": "t", "arena_bytes": ARENA, "threads": 1, "poison": True}
             return stack.enter_context(Server(spec, job, index, **options))  # type: ignore[arg-type]
 
         yield start("ps", 0), [start("worker", index) for index in range(workers)]

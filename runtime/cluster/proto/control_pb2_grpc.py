@@ -146,7 +146,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CleanupGraph(self, request, context):
-        """Forget steps that all tasks have finished. RunGraph and Ping carry the same list, so that no step needs a call for it.
+        """Forget steps that all tasks have finished. RunGraph carries the same list, so that only a session's last steps need a call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
