@@ -11,7 +11,7 @@ PROTO_SERVICES := runtime/cluster/proto/*.proto
 PROTO_MESSAGES := runtime/transport/grpc/*.proto
 quote = '$(subst ','\'',$(1))'
 
-.PHONY: help setup venv peers test test-native test-torch test-rxe rxe rxe-shell lint types proto proto-check constraints
+.PHONY: help setup venv experiment smoke plan report doctor notebook ci-rxe instrument peers test test-native test-torch test-rxe rxe rxe-shell lint types proto proto-check constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -22,6 +22,30 @@ venv:
 setup: ## virtual environment, the distribution's pyverbs, packages for soft-RoCE
 	@bash harness/setup.sh apt
 	@bash harness/setup.sh venv
+
+experiment: setup ## run one, or continue it where it was interrupted: make experiment NAME=alexnet_rdma [PROFILE=quick]
+	@$(PYTHON) -m harness.cli run $(call quote,$(NAME)) $(if $(PROFILE),--profile $(call quote,$(PROFILE))) --resume
+
+smoke: venv ## every transport that this machine can use, in under a minute
+	@$(PYTHON) -m harness.cli run smoke
+
+plan: venv ## what an experiment will measure, and how long it will take: make plan NAME=transfer
+	@$(PYTHON) -m harness.cli plan $(call quote,$(NAME)) $(if $(PROFILE),--profile $(call quote,$(PROFILE)))
+
+report: venv ## tables, pictures and HTML page of an experiment's newest run: make report NAME=smoke
+	@$(PYTHON) -m harness.cli report $(call quote,$(NAME))
+
+doctor: venv ## what can run here, what cannot, and what would change it
+	@$(PYTHON) -m harness.cli doctor
+
+notebook: venv ## the notebooks, in JupyterLab
+	@$(PYTHON) -m jupyterlab notebooks
+
+ci-rxe: setup ## RDMA against TCP on soft-RoCE, quickly, its ratios checked against bands
+	@$(PYTHON) -m harness.cli run alexnet_rdma --profile quick --check
+
+instrument: venv ## does the harness see differences that are there, and none that are not? (half an hour)
+	@$(PYTHON) -m harness.analysis.instrument
 
 peers: venv ## a second environment with PyTorch and TensorFlow, for the benchmarks beside them
 	@bash harness/setup.sh peers torch tensorflow

