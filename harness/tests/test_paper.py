@@ -1,8 +1,12 @@
 """The printed numbers and what is derived from them."""
 
+import pandas as pd
 import pytest
 
+from harness import paper as campaign
+from harness import units
 from harness.analysis.paper import beside_printed, fit_contention, network_bandwidth, printed, steps_per_second
+from harness.definition import load_experiment
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +49,35 @@ def test_the_calibrating_bars_are_met(paper):
 def test_unknown_columns_of_the_paper_are_refused(paper):
     with pytest.raises(ValueError, match="no bar of one worker for tcp on cluster B"):
         network_bandwidth(paper, "B", "tcp")
+
+
+@pytest.mark.parametrize("name", [*campaign.PARTS["full"], "paper/hardware"])
+def test_every_experiment_has_a_full_and_a_shorter_quick_profile(name):
+    counts = {}
+    for profile in ("full", "quick"):
+        experiment = load_experiment(name, profile)
+        counts[profile] = len(experiment.cells()) * experiment.rounds
+    assert 0 < counts["quick"] < counts["full"]
+
+
+def test_compute_and_rates_of_the_emulation_are_those_of_the_bars_of_one_worker(paper):
+    for name, cluster, transport in (("fig5_rdma", "A", "rdma"), ("fig6_rdma", "B", "rdma")):
+        cells = [cell for cell in load_experiment(f"paper/{name}").cells() if cell.sweep == "rdma"]
+        for cell in cells:
+            assert cell.params["compute_ns"] / 1e9 == pytest.approx(paper.single_step_seconds[cluster], rel=0.001)
+            assert cell.params["fabric_rate"] == pytest.approx(network_bandwidth(paper, cluster, transport), rel=0.001)
+    for name, cluster in (("fig5_ipoib", "A"), ("fig6_ipoib", "B")):
+        _, options = load_experiment(f"paper/{name}").launcher
+        assert units.parse_rate(options["rate"]) / 8 == pytest.approx(
+            network_bandwidth(paper, cluster, "ipoib"), rel=0.001
+        )
+
+
+def test_tables_are_written_for_readers_without_python(tmp_path):
+    empty = pd.DataFrame({"speed": [1.0], "workers": [2]})
+    found = campaign.Evidence(empty, empty, empty, empty, empty, empty, empty)
+    names = {path.name for path in campaign.write_tables(found, tmp_path)}
+    assert names == {
+        f"{name}.csv" for name in ("points", "beside_printed", "parameters", "claims", "validation", "scaling")
+    }
+    assert (tmp_path / "points.csv").read_text() == "workers\n2\n"
