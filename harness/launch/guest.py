@@ -148,12 +148,17 @@ class Guest:
             f"(kernel panic, out of memory, or QEMU did not start); its console's last lines:\n{words}"
         )
 
+    def kill(self) -> None:
+        """End the guest at once; ``wait`` says then that it died. Any thread may call it."""
+        process = self._process
+        if process is not None and not self.interactive:
+            _kill_group(process)
+
     def close(self) -> None:
         """End the guest if it runs and remove what it needed. Idempotent."""
+        self.kill()
         process, self._process = self._process, None
         if process is not None:
-            if not self.interactive:
-                _kill_group(process)
             process.wait()
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
@@ -184,7 +189,7 @@ class Guest:
             arguments += ["--disable-kvm", "--append", "module_blacklist=crc32_pclmul"]
             options.append("-cpu max,-erms")
         if self.wire is not None:
-            server = "on" if self.node == 0 else "off,reconnect=1"
+            server = "on" if self.node == 0 else "off"
             options.append(
                 f"-netdev stream,id=wire,server={server},addr.type=unix,addr.path={self.wire} "
                 f"-device virtio-net-pci,netdev=wire,host_mtu=9000,mac={self._mac()}"

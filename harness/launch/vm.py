@@ -96,10 +96,12 @@ def run_pair(
     Each node's output is echoed line by line behind its number. One CPU a guest: more oversubscribe a small machine, and
     then latency has tails of 100 ms.
     """
-    outcomes: list[Outcome | BaseException | None] = [None, None]
+    outcomes: list[Outcome | None] = [None, None]
+    failures: list[BaseException] = []
+    guests: list[Guest] = []
     guard = threading.Lock()
 
-    def follow(node: int, guest: Guest) -> None:
+    def follow(node: int) -> None:
         rest = bytearray()
 
         def lines(piece: bytes) -> None:
@@ -112,29 +114,33 @@ def run_pair(
                         echo(b"%d| %s\n" % (node, line))
 
         try:
-            outcomes[node] = guest.wait(lines)
+            outcomes[node] = guests[node].wait(lines)
         except BaseException as error:  # handed to the caller below
-            outcomes[node] = error
+            error.add_note(f"node {node}")
+            failures.append(error)
+            for other in guests:  # which may wait for this one for ever
+                other.kill()
 
     exchange = plain_directory()
+    wire = exchange / "wire"
     try:
         with contextlib.ExitStack() as stack:
             threads = []
             for node in (0, 1):
-                guest = Guest(
-                    choice, command, writable=writable, timeout=timeout, cpus=1, node=node, wire=exchange / "wire"
-                )
-                stack.enter_context(guest)
-                threads.append(threading.Thread(target=follow, args=(node, guest), name=f"guest-{node}"))
+                guest = Guest(choice, command, writable=writable, timeout=timeout, cpus=1, node=node, wire=wire)
+                guests.append(stack.enter_context(guest))
+                threads.append(threading.Thread(target=follow, args=(node,), name=f"guest-{node}"))
                 threads[-1].start()
+                # Node 1's QEMU plugs itself into the socket that node 0's makes, and does not try twice.
+                while not wire.exists() and threads[0].is_alive():
+                    time.sleep(0.05)
             for thread in threads:
                 thread.join()
     finally:
         shutil.rmtree(exchange, ignore_errors=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return [outcome for outcome in outcomes if isinstance(outcome, Outcome)]
+    if failures:
+        raise failures[0]
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _run_here(

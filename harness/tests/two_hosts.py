@@ -97,6 +97,7 @@ def serve() -> None:
                 wire.cut()
                 break
             wire.disturb(request)
+            print(f"the wire has: {request or 'nothing'}", flush=True)
             line.send("done")
     time.sleep(LINK_DOWN_S + 5)  # a peer that lives, but is not reached
     transport.close()
