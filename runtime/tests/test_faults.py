@@ -27,7 +27,7 @@ from runtime.graph.reduction_ops import matmul
 from runtime.graph.state_ops import assign_add, variable
 from runtime.tensor import TensorSpec
 from runtime.testing import eventually
-from runtime.training.checkpoint import latest_checkpoint
+from runtime.training.checkpoint import checkpoint_path, list_checkpoints
 from runtime.transport.registry import transport_class
 
 PS, WORKER, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
@@ -142,16 +142,28 @@ def test_all_workers_of_a_job_name_the_server_that_was_killed() -> None:
             assert PS in task.errors() and "Traceback" not in task.errors()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_killed_server_is_started_again_and_training_goes_on(tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(("transport", "scheme"), [("grpc", "async"), ("shm", "async"), ("grpc", "sync")])
+def test_a_killed_server_is_started_again_and_training_goes_on(tmp_path: Path, transport: str, scheme: str) -> None:
     """SIGKILL of the parameter server in mid-training; a launcher restarts it, everything else happens by itself."""
     steps = 600
     program = [*REPLICA, "--batch", "8", "--steps", "100000", "--global-steps", str(steps), "--recover-s", "60"]
-    program += ["--checkpoint-dir", str(tmp_path), "--checkpoint-steps", "50", "--checkpoint-s", "0.5", "--warmup", "0"]
+    program += [
+        "--sync",
+        scheme,
+        "--checkpoint-dir",
+        str(tmp_path),
+        "--checkpoint-steps",
+        "50",
+        "--checkpoint-s",
+        "0.5",
+        "--warmup",
+        "0",
+    ]
     with LocalCluster(
         {"ps": 1, "worker": 2}, programs={"worker": program}, options=common(transport), restart=["ps"]
     ) as cluster:
-        assert eventually(lambda: latest_checkpoint(tmp_path) is not None, 60)
+        # Both workers are at it by then.
+        assert eventually(lambda: list_checkpoints(tmp_path)[:1] >= [checkpoint_path(tmp_path, 50)], 60)
         cluster.kill(PS)
         codes = cluster.wait("worker", Deadline.after(100))
         said = {name: task.errors() for name, task in cluster.tasks.items()}
