@@ -44,7 +44,7 @@ class Endpoint:
         self.link = link
         self.peer = peer
         self.counters = Counters()
-        self._drive = transport.progress.drive
+        self._drive: Callable[[Deadline, Callable[[], bool]], None] = partial(transport.progress.drive, own=self)
         self._lock = threading.Lock()
         self._credits = link.depth
         self._owed = 0
@@ -64,6 +64,7 @@ class Endpoint:
         self._poll = link.poll
         self._take_message = link.take
         self.peek = link.peek
+        self.disarm = link.disarm
         self._handlers: list[Handler] = [self._on_unknown] * 256
         self._handle_by(
             {

@@ -25,13 +25,18 @@ TICK_S = 0.004
 # A link without a descriptor (its binding does not show one) is polled this often.
 _BLIND_TICK_S = 0.0005
 _TAKEOVER_S = 0.001
+# Looks at the links before the first yield: about as long as a small fetch takes, so that on a busy machine it need not give
+# its processor away. Short enough to do no harm where both ends share one.
+_FIRST_LOOKS = 40
+_LAST_LOOKS = 64
 
 
 class Member(Protocol):
     """What Progress polls: an endpoint. All methods may be called by any thread, also after its link is closed."""
 
     link: Link
-    peek: Callable[[], object]  # False: ``progress`` would find nothing
+    peek: Callable[[], object]  # the link's; False: ``progress`` would find nothing
+    disarm: Callable[[], None]  # the link's
 
     def progress(self) -> bool:
         """Poll once and handle what came; True if anything did. Never blocks, never raises."""
@@ -112,11 +117,12 @@ class Progress:
         with self._guard:
             self._forget(fd)
 
-    def drive(self, deadline: Deadline, done: Callable[[], bool]) -> None:
+    def drive(self, deadline: Deadline, done: Callable[[], bool], own: Member | None = None) -> None:
         """Make progress on this thread until ``done()`` or the deadline; the ``drive`` of this transport's futures.
 
-        Returns early when another thread waits here already: that one, or the background thread after it, makes the
-        progress, and the caller sleeps until it is told.
+        All links are polled; only ``own``'s, where the answer will come, is kept from ringing meanwhile. Returns early when
+        another thread waits here already: that one, or the background thread after it, makes the progress, and the caller
+        sleeps until it is told.
         """
         if not self._role.acquire(False):
             if not self._background:
@@ -128,9 +134,11 @@ class Progress:
                 return
         try:
             members = self._members
-            for member in members:
-                member.link.disarm()
+            quiet = members if own is None else (own,)
+            for member in quiet:
+                member.disarm()
             spin_end = 0
+            idle = 0
             pause, clock = os.sched_yield, time.monotonic_ns
             while True:
                 busy = False
@@ -140,7 +148,10 @@ class Progress:
                 if busy:
                     if done():
                         return
-                    spin_end = 0
+                    spin_end = idle = 0
+                    continue
+                idle += 1
+                if idle < _FIRST_LOOKS:
                     continue
                 pause()
                 now = clock()
@@ -151,11 +162,11 @@ class Progress:
                 elif now > spin_end:
                     if done() or now >= deadline.at_ns:
                         return
-                    if self._block(deadline.remaining()):
+                    if self._block(deadline.remaining(), quiet):
                         spin_end = 0
                     members = self._members
         finally:
-            self._leave()
+            self._leave(quiet)
 
     def close(self) -> None:
         """Stop the background thread and close the descriptors. All members must have been removed."""
@@ -191,7 +202,7 @@ class Progress:
                     self._forget(member.link.control or -1)
             member.lost(error)
 
-    def _block(self, seconds: float) -> bool:
+    def _block(self, seconds: float, quiet: tuple[Member, ...]) -> bool:
         """Sleep until a bell rings or a tick is over, holding the role. True if anything happened."""
         busy = False
         for member in self._members:
@@ -207,31 +218,36 @@ class Progress:
                 if owner is not None:
                     owner.link.acknowledge()
                     busy = True
-        for member in self._members:
-            member.link.disarm()
+        for member in quiet:
+            member.disarm()
         return busy
 
-    def _leave(self) -> None:
-        """Arm everything, look once more, and give the role up."""
-        members = self._members
-        for member in members:
+    def _leave(self, quiet: tuple[Member, ...]) -> None:
+        """Let those ring again that were kept from it, look at them once more, and give the role up."""
+        for member in quiet:
             member.link.arm()
-        busy = False
-        for member in members:
-            if member.progress():
-                busy = True
+        more = _look(quiet)
         self._role.release()
         if self._rung:
             self._rearm()
-        if busy:  # there may be more, and what was there before the bell was armed does not ring it
+        if more:  # what was there before the bell was armed does not ring it
             os.eventfd_write(self._wake, 1)
 
     def _rearm(self) -> None:
-        with self._guard:
-            while self._rung:
-                fd = self._rung.pop()
-                if fd in self._by_fd:
-                    self._epoll.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
+        """Bells rang that the background thread could not follow, because we had the role: wait for them again, and look
+        once, because their descriptors have been emptied."""
+        while self._rung:
+            with self._guard:
+                while self._rung:
+                    fd = self._rung.pop()
+                    if fd in self._by_fd:
+                        self._epoll.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
+            if not self._role.acquire(False):
+                return  # whoever has it looks at everything
+            more = _look(self._members)
+            self._role.release()
+            if more:
+                os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         next_expiry = 0
@@ -264,6 +280,7 @@ class Progress:
         if not self._role.acquire(False):
             return
         self._background = True
+        quiet: tuple[Member, ...] = ()
         try:
             if rang:
                 self.wakeups += 1
@@ -273,10 +290,12 @@ class Progress:
                     busy = True
             if not busy:
                 return
-            for member in self._members:
-                member.link.disarm()
+            quiet = self._members
+            for member in quiet:
+                member.disarm()
             pause, clock = os.sched_yield, time.monotonic_ns
             spin_end = clock() + self._spin_ns
+            idle = 0
             while not self._wanted and not self._stopping:
                 busy = False
                 for member in self._members:
@@ -284,10 +303,24 @@ class Progress:
                         busy = True
                 if busy:
                     spin_end = clock() + self._spin_ns
-                else:
+                    idle = 0
+                    continue
+                idle += 1
+                if idle >= _FIRST_LOOKS:
                     pause()
                     if clock() > spin_end:
                         break
         finally:
             self._background = False
-            self._leave()
+            self._leave(quiet)
+
+
+def _look(members: tuple[Member, ...]) -> bool:
+    """Handle what is there, up to a bound that keeps a busy peer from holding this thread. True if there may be more."""
+    for member in members:
+        looks = _LAST_LOOKS
+        while member.peek() and member.progress():
+            looks -= 1
+            if not looks:
+                return True
+    return False

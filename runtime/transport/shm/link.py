@@ -77,6 +77,7 @@ class ShmLink(Link):
         self.post_unsignalled = self._sender.message  # type: ignore[method-assign,assignment]
         self.take = receiver.take  # type: ignore[method-assign]
         self.peek = receiver.ready  # type: ignore[method-assign]
+        self.disarm = receiver.disarm  # type: ignore[method-assign]
         self.depth = hello.depth
         self.max_message = self._sender.max_payload
         self.control = sock.fileno()
