@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from runtime import models
     from runtime.cluster.server import Server
     from runtime.cluster.session import Session
     from runtime.cluster.spec import ClusterSpec
@@ -25,10 +26,12 @@ _HOMES = {
     "gradients": "runtime.graph.gradients",
     "open_transport": "runtime.transport.registry",
 }
-__all__ = ["ClusterSpec", "Graph", "Server", "Session", "gradients", "open_transport"]
+__all__ = ["ClusterSpec", "Graph", "Server", "Session", "gradients", "models", "open_transport"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "models":
+        return import_module("runtime.models")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -145,7 +145,7 @@ def test_all_workers_of_a_job_name_the_server_that_was_killed() -> None:
 @pytest.mark.parametrize(("transport", "scheme"), [("grpc", "async"), ("shm", "async"), ("grpc", "sync")])
 def test_a_killed_server_is_started_again_and_training_goes_on(tmp_path: Path, transport: str, scheme: str) -> None:
     """SIGKILL of the parameter server in mid-training; a launcher restarts it, everything else happens by itself."""
-    steps = 600
+    steps = 250
     program = [*REPLICA, "--batch", "8", "--steps", "100000", "--global-steps", str(steps), "--recover-s", "60"]
     program += [
         "--sync",
