@@ -52,13 +52,13 @@ Figures = dict[str, dict[int, list[float]]]  # variant -> bytes -> median second
 def measure(rank: Rank, sizes: list[int], rounds: int, mpi: list[str]) -> Figures:
     """Rank 0 fetches and measures, rank 1 serves."""
     allocator.tune()
-    arena = {"arena_bytes": 2 * sizes[-1] + (64 << 20)}
+    nbytes = 2 * sizes[-1] + (64 << 20)
     figures: Figures = defaultdict(lambda: defaultdict(list))
     with ExitStack() as stack:
         ends = {
-            "fetch": stack.enter_context(rank.connect("shm", **arena)),
-            "fetch_blocked": stack.enter_context(rank.connect("shm", **arena, params={"spin_us": 0})),
-            "grpc": stack.enter_context(rank.connect("grpc", **arena)),
+            "fetch": stack.enter_context(rank.connect("shm", arena_bytes=nbytes)),
+            "fetch_blocked": stack.enter_context(rank.connect("shm", arena_bytes=nbytes, params={"spin_us": 0})),
+            "grpc": stack.enter_context(rank.connect("grpc", arena_bytes=nbytes)),
         }
         for size in sizes:
             spec = TensorSpec((size,), np.dtype(np.uint8))

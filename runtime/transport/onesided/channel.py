@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,14 @@ from runtime.tensor import TensorSpec
 from runtime.trace import Phase
 from runtime.transport.base import Channel, Lease
 from runtime.transport.onesided import messages
+from runtime.transport.onesided.destinations import Destinations
 from runtime.transport.onesided.edges import OutgoingEdges
 from runtime.transport.onesided.endpoint import Action, Endpoint
 from runtime.transport.onesided.fetching import Fetching
 from runtime.transport.onesided.link import Link, Region
 from runtime.transport.onesided.messages import NO_REGION, Kind, Mode, encode_fetch
 from runtime.transport.onesided.paper import PaperReceiver
-from runtime.transport.onesided.protocol import choose, family, flat, flat_memory, spec_bytes
+from runtime.transport.onesided.protocol import choose, flat, flat_memory, spec_bytes
 from runtime.transport.pending import encode_key
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ class OneSidedChannel(Endpoint, Channel):
     def __init__(self, transport: OneSidedTransport, link: Link, peer: str) -> None:
         super().__init__(transport, link, peer)
         self._mode, self._eager_limit = choose(transport.settings, link)
-        # Fresh destinations up to this size are no arena memory: the bookkeeping would cost more than the eager copy.
-        self._small = min(self._eager_limit, transport.settings.eager_threshold)
         self._inflight = transport.settings.inflight
         self.whence = f"{peer} over {transport.name}"
         self._tracer = transport.tracer
@@ -51,7 +50,7 @@ class OneSidedChannel(Endpoint, Channel):
         self._queued: deque[tuple[Fetching, bytes]] = deque()  # beyond ``inflight``
         self._leased: set[int] = set()
         self._next_request = 0
-        self._metadata: OrderedDict[str, TensorSpec] = OrderedDict()
+        self._destinations = Destinations(transport, link, self.counters, self._eager_limit)
         self._quarantine: list[Fetching] = []
         self._edges = OutgoingEdges(self)
         self._paper = PaperReceiver(self)
@@ -102,7 +101,7 @@ class OneSidedChannel(Endpoint, Channel):
             region = NO_REGION
             if mode is _WRITE:
                 try:
-                    region = self._destination(fetch, limit)
+                    region = self._destinations.known(fetch, limit)
                 except (ArenaFullError, OSError) as error:
                     return failed(error)
             pending = self._pending
@@ -132,38 +131,6 @@ class OneSidedChannel(Endpoint, Channel):
         pending[request] = fetch
         self._send(encode_fetch(request, fetch.mode, region, limit, self._chunk, fetch.spec_bytes, key_bytes))
 
-    def _destination(self, fetch: Fetching, limit: int) -> Region:
-        """Where the peer shall write, if that is known and larger than what would come eagerly."""
-        if fetch.into is None:
-            spec = self._metadata.get(family(fetch.key))
-            if spec is None or spec.nbytes <= limit or not spec.nbytes:
-                return NO_REGION
-            fetch.landing = self._fresh(spec, fetch.key)
-            fetch.spec_bytes = spec_bytes(fetch.landing)
-        elif fetch.into.nbytes <= limit or not fetch.into.nbytes:
-            return NO_REGION
-        return self._expose(fetch)
-
-    def _expose(self, fetch: Fetching) -> Region:
-        """The region of ``landing``, which is ``into`` where a peer can reach that, and staging memory where not."""
-        if fetch.landing is None:
-            assert fetch.into is not None
-            fetch.landing = fetch.into
-            try:
-                return self.link.region(fetch.landing)
-            except ValueError:
-                if self.transport.registrations is not None:
-                    fetch.registration = self.transport.registrations.acquire(fetch.landing)
-                else:
-                    fetch.landing = self.transport.arena.tensor(TensorSpec.of(fetch.into), f"staging of {fetch.key}")
-        return self.link.region(fetch.landing)
-
-    def _fresh(self, spec: TensorSpec, key: str) -> np.ndarray:
-        self.counters.allocations += 1
-        if spec.nbytes <= self._small:
-            return np.empty(spec.shape, spec.dtype)
-        return self.transport.arena.tensor(spec, key)
-
     # Answers; the lock is held
 
     def _pending_fetch(self, request: int, what: str) -> Fetching:
@@ -176,7 +143,7 @@ class OneSidedChannel(Endpoint, Channel):
         """The array that ``spec`` goes to; None if the fetch failed because it has none."""
         if fetch.into is None:
             try:
-                return self._fresh(spec, fetch.key)
+                return self._destinations.fresh(spec, fetch.key)
             except ArenaFullError as error:
                 self._end(fetch, error)
                 return None
@@ -238,16 +205,16 @@ class OneSidedChannel(Endpoint, Channel):
             return
         if fetch.mode is not Mode.WRITE:
             raise CorruptMessageError(f"METADATA from {self.peer} for a fetch that does not ask for it")
-        self._conclude_exposure(fetch)
-        self._remember(fetch.key, spec)
+        self._destinations.conclude(fetch)
+        self._destinations.remember(fetch.key, spec)
         self.counters.metadata_misses += 1
         fetch.landing = None
         try:
             if fetch.into is None:
-                fetch.landing = self._fresh(spec, fetch.key)
+                fetch.landing = self._destinations.fresh(spec, fetch.key)
             elif TensorSpec.of(fetch.into) != spec:
                 raise ShapeError(f"{fetch.what}: the tensor is {spec}, the destination {TensorSpec.of(fetch.into)}")
-            region = self._expose(fetch) if spec.nbytes else NO_REGION
+            region = self._destinations.expose(fetch) if spec.nbytes else NO_REGION
         except (ShapeError, ArenaFullError, OSError) as error:
             self._send(messages.pack_header(Kind.RELEASE, 0, 0, request))
             self._end(fetch, error)
@@ -275,7 +242,7 @@ class OneSidedChannel(Endpoint, Channel):
             if fetch.landing is None and not last:
                 self._pending[request] = fetch  # more offers are on their way
             elif fetch.landing is not None:
-                self._acquire(fetch)
+                self._destinations.acquire(fetch)
         if fetch.landing is None:
             if last:
                 self._send(messages.pack_header(Kind.RELEASE, 0, 0, request))
@@ -291,15 +258,6 @@ class OneSidedChannel(Endpoint, Channel):
             self._send(messages.pack_header(Kind.RELEASE, 0, 0, fetch.request))
             assert fetch.landing is not None
             self._finish(fetch, fetch.landing, nbytes)
-
-    def _acquire(self, fetch: Fetching) -> None:
-        """Make ``landing`` usable as the local side of a read."""
-        registrations = self.transport.registrations
-        if registrations is not None and fetch.landing is not None:
-            try:
-                self.link.region(fetch.landing)
-            except ValueError:
-                fetch.registration = registrations.acquire(fetch.landing)
 
     def _lend(self, fetch: Fetching, source: Region, spec: TensorSpec) -> None:
         if source.nbytes != spec.nbytes:
@@ -344,7 +302,7 @@ class OneSidedChannel(Endpoint, Channel):
         """The tensor is there."""
         self.counters.bytes_in += nbytes
         if fetch.mode is Mode.WRITE and fetch.into is None:
-            self._remember(fetch.key, TensorSpec.of(result))
+            self._destinations.remember(fetch.key, TensorSpec.of(result))
         if fetch.mode is Mode.BORROW and not isinstance(result, Lease):
             result = Lease(result)
         self._after.append((fetch.set_result, result))
@@ -364,7 +322,7 @@ class OneSidedChannel(Endpoint, Channel):
         del self._pending[fetch.request]
         fetch.let_go()
         if fetch.registration is not None:
-            self._conclude_exposure(fetch)
+            self._destinations.conclude(fetch)
         if self._queued:
             self._next_queued()
 
@@ -375,28 +333,15 @@ class OneSidedChannel(Endpoint, Channel):
             fetch.let_go()
             self._next_queued()
 
-    def _conclude_exposure(self, fetch: Fetching) -> None:
-        fetch.exposed = False
-        registration, fetch.registration = fetch.registration, None
-        if registration is not None:
-            assert self.transport.registrations is not None
-            self.transport.registrations.release(registration)
-
     def _next_queued(self) -> None:
         while self._queued and len(self._pending) < self._inflight:
             fetch, key_bytes = self._queued.popleft()
             if fetch.done():
-                self._conclude_exposure(fetch)
+                self._destinations.conclude(fetch)
                 continue
             limit = self.transport.settings.eager_threshold if fetch.mode is Mode.BORROW else self._eager_limit
             region = self.link.region(fetch.landing) if fetch.landing is not None else NO_REGION
             self._ask(fetch, key_bytes, region, limit)
-
-    def _remember(self, key: str, spec: TensorSpec) -> None:
-        metadata = self._metadata
-        metadata[family(key)] = spec
-        if len(metadata) > self.transport.settings.metadata_cache:
-            metadata.popitem(last=False)
 
     # The end
 
@@ -425,7 +370,7 @@ class OneSidedChannel(Endpoint, Channel):
     def _quarantine_over(self) -> None:
         for fetch in self._quarantine:
             fetch.let_go()
-            self._conclude_exposure(fetch)
+            self._destinations.conclude(fetch)
             if fetch.buffer is not None and fetch.buffer.key is None:
                 self._paper.buffers.give(fetch.buffer)
         self._quarantine.clear()

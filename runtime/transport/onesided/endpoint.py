@@ -20,20 +20,18 @@ from runtime.future import Future
 from runtime.transport.base import Counters
 from runtime.transport.onesided import messages
 from runtime.transport.onesided.link import Completion, Link, Op, Region
+from runtime.transport.onesided.transfer import RESERVE, Done, Transfer
 
 if TYPE_CHECKING:
     from runtime.transport.onesided.transport import OneSidedTransport
 
 _MESSAGE, _IMMEDIATE = Op.MESSAGE, Op.IMMEDIATE
 _CREDIT = messages.Kind.CREDIT
-# The last credit is kept for CREDIT messages: two ends that are both out of credit could otherwise not tell each other.
-_RESERVE = 1
 _GOODBYE_S = 2.0
 
 # What a handler wants to be called, and with what, once the lock is free.
 Action = tuple[Callable[[Any], object], Any]
 Handler = Callable[[memoryview], "Action | None"]
-Done = Callable[[BaseException | None], None]
 
 
 class Endpoint:
@@ -203,8 +201,8 @@ class Endpoint:
 
     def _send(self, message: bytes) -> None:
         """Send a control message in order, now or when credits and queue allow."""
-        if self._outbox or self._credits <= _RESERVE or self._owed >= self._report_at:
-            if self._outbox or self._credits <= _RESERVE or not self._try_send(message):
+        if self._outbox or self._credits <= RESERVE or self._owed >= self._report_at:
+            if self._outbox or self._credits <= RESERVE or not self._try_send(message):
                 self._outbox.append(partial(self._send_later, message))
             return
         try:
@@ -217,11 +215,11 @@ class Endpoint:
 
     def _write(self, local: np.ndarray, remote: Region, imm: int, done: Done) -> None:
         """Write flat ``local`` to ``remote`` in order, then deliver ``imm``; ``done`` runs under the lock."""
-        self._queue(_Transfer(self, local, remote, imm, done).write)
+        self._queue(Transfer(self, local, remote, imm, done).write)
 
     def _read(self, local: np.ndarray, remote: Region, done: Done) -> None:
         """Read ``remote`` into flat ``local``; ``done`` runs under the lock."""
-        self._queue(_Transfer(self, local, remote, 0, done).read)
+        self._queue(Transfer(self, local, remote, 0, done).read)
 
     def _queue(self, job: Callable[[], bool]) -> None:
         """Run ``job`` in order until it returns True: everything is posted."""
@@ -265,7 +263,7 @@ class Endpoint:
     # Inside
 
     def _send_later(self, message: bytes) -> bool:
-        return self._credits > _RESERVE and self._try_send(message)
+        return self._credits > RESERVE and self._try_send(message)
 
     def _flush(self) -> None:
         outbox = self._outbox
@@ -353,70 +351,7 @@ class Endpoint:
         self._after.append((self._goodbye.set_result, None))
 
 
-class _Transfer:
-    """A write or read, posted in pieces no longer than the link and ``chunk_bytes`` allow; only the last is signalled."""
-
-    __slots__ = ("done", "endpoint", "imm", "local", "offset", "piece", "remote")
-
-    def __init__(self, endpoint: Endpoint, local: np.ndarray, remote: Region, imm: int, done: Done) -> None:
-        self.endpoint = endpoint
-        self.local = local
-        self.remote = remote
-        self.imm = imm
-        self.done = done
-        self.offset = 0
-        self.piece = min(endpoint.link.max_transfer, endpoint.transport.settings.chunk_bytes or 1 << 62)
-
-    def write(self) -> bool:
-        endpoint, size = self.endpoint, len(self.local)
-        link = endpoint.link
-        while size - self.offset > self.piece:
-            try:
-                link.post_write(*self._slice(self.piece), signalled=False)
-            except BlockingIOError:
-                return False
-            self.offset += self.piece
-        if endpoint._credits <= _RESERVE:
-            return False
-        tag = endpoint._tag(self.done)
-        try:
-            link.post_write(*self._slice(size - self.offset), imm=self.imm, tag=tag)
-        except BaseException as error:
-            del endpoint._flights[tag]
-            if isinstance(error, BlockingIOError):
-                return False
-            raise
-        endpoint._credits -= 1
-        endpoint.counters.bytes_out += size
-        return True
-
-    def read(self) -> bool:
-        endpoint, size = self.endpoint, len(self.local)
-        while self.offset < size:
-            piece = min(self.piece, size - self.offset)
-            last = self.offset + piece == size
-            tag = endpoint._tag(self.done if last else _ignore)
-            try:
-                endpoint.link.post_read(*self._slice(piece), tag=tag)
-            except BaseException as error:
-                del endpoint._flights[tag]
-                if isinstance(error, BlockingIOError):
-                    return False
-                raise
-            self.offset += piece
-        return True
-
-    def _slice(self, nbytes: int) -> tuple[np.ndarray, Region]:
-        if nbytes == len(self.local):
-            return self.local, self.remote
-        return self.local[self.offset : self.offset + nbytes], self.remote.slice(self.offset, nbytes)
-
-
 def run(after: list[Action]) -> None:
     """Run what was put off until the lock was free."""
     for action, argument in after:
         action(argument)
-
-
-def _ignore(error: BaseException | None) -> None:
-    return
