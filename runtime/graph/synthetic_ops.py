@@ -55,7 +55,9 @@ class SyntheticCompute(Op):
     def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
         (g,) = grads
         assert g is not None
-        return graph.add("SyntheticComputeGrad", g, *node.inputs[1:], seconds=node.attrs["gradient_seconds"]).outputs
+        # It reads nothing of the forward pass, which would be pruned where only the gradients are fetched.
+        with graph.control_dependencies([node]):
+            return graph.add("SyntheticComputeGrad", g, *node.inputs[1:], seconds=node.attrs["gradient_seconds"]).outputs
 
     @staticmethod
     def cost(inputs: Specs, outputs: Specs, attrs: Attrs) -> Cost:
