@@ -1,4 +1,4 @@
-"""VerbsLink over a real device (marker rxe: inside the soft-RoCE guest, by `make test-rxe`)."""
+"""VerbsLink over a simulated device, and over a real one (marker rxe: inside the soft-RoCE guest, by `make test-rxe`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from runtime.deadline import Deadline
 from runtime.errors import ChannelClosedError, CorruptMessageError, PeerLostError, TransportError
 from runtime.memory.arena import Arena
 from runtime.tensor import TensorSpec
-from runtime.testing import Rank, pattern, spawn
+from runtime.testing import Rank, eventually, pattern, spawn
+from runtime.tests.verbs_simulation import PLACE, SimulatedDevice, objects
 from runtime.transport.base import Counters
 from runtime.transport.onesided.link import Completion, Op, Region
 from runtime.transport.verbs.binding import NAMES, Device, QpState, load_binding
@@ -25,11 +26,18 @@ from runtime.transport.verbs.link import VerbsLink
 from runtime.transport.verbs.memory import Memory
 from runtime.transport.verbs.qp import QpAttributes
 
-pytestmark = [
-    pytest.mark.rxe,
-    pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable())),
-]
 MIB = 1 << 20
+REAL = [
+    pytest.mark.rxe,
+    pytest.mark.skipif(why_unavailable() is not None, reason="needs an RDMA device: make test-rxe"),
+]
+
+
+def real(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that only a real device can pass."""
+    for mark in REAL:
+        test = mark(test)
+    return test
 
 
 @dataclass
@@ -44,8 +52,8 @@ class Side:
 
     @classmethod
     def open(cls, binding: str = "auto", arena_bytes: int = 4 * MIB) -> Side:
-        place = choose_place()
-        device = load_binding(binding).open(place.device)
+        place = PLACE if binding == "simulated" else choose_place()
+        device = SimulatedDevice() if binding == "simulated" else load_binding(binding).open(place.device)
         arena = Arena(arena_bytes)
         counters = Counters()
         return cls(device, place, arena, Memory(device, arena, counters, 64 * MIB, 64), counters)
@@ -79,9 +87,16 @@ def join(left: VerbsLink, right: VerbsLink) -> None:
     right.adopt(controls[1])
 
 
+def readable(fd: int | None, seconds: float) -> bool:
+    """Does the descriptor become readable in time?"""
+    assert fd is not None
+    return bool(select.select([fd], [], [], seconds)[0])
+
+
 def collect(link: VerbsLink, count: int, seconds: float = 20.0) -> list[Completion]:
     """``count`` completions; payloads are copied."""
-    deadline, found = Deadline.after(seconds), []
+    deadline = Deadline.after(seconds)
+    found: list[Completion] = []
     while len(found) < count:
         for item in link.poll():
             found.append(item if item.payload is None else item._replace(payload=memoryview(bytes(item.payload))))
@@ -89,7 +104,7 @@ def collect(link: VerbsLink, count: int, seconds: float = 20.0) -> list[Completi
     return found
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=["simulated", *(pytest.param(name, marks=REAL) for name in NAMES)])
 def side(request: pytest.FixtureRequest) -> Iterator[Side]:
     if request.param == "ibverbs":
         pytest.importorskip("ibverbs", reason="the ibverbs wheel is not installed (pip install 'verbflow[ibverbs]')")
@@ -145,6 +160,27 @@ def test_many_messages_go_round_the_ring(links: tuple[VerbsLink, VerbsLink]) -> 
             assert item.payload == received.to_bytes(4, "little") * (1 + received % 300)
             received += 1
         deadline.check("the messages")
+
+
+def test_messages_are_taken_in_order_with_what_is_no_message(side: Side, links: tuple[VerbsLink, VerbsLink]) -> None:
+    left, right = links
+    assert not right.peek() and right.take() is None and right.poll() == []
+    left.post_unsignalled(b"first")
+    left.post_write(side.array(8, seed=1), right.region(side.array(8)), imm=5)
+    left.post_unsignalled(b"second")
+    assert eventually(lambda: bool(right.peek()))
+    assert bytes(right.take() or b"") == b"first"
+    assert eventually(lambda: bool(right.peek()))
+    assert right.take() is None, "an immediate is no message"
+    assert [item.imm for item in right.poll(1)] == [5]
+    assert eventually(lambda: bool(right.peek()))
+    assert bytes(right.take() or b"") == b"second"
+    for at in range(100):  # more than are posted together
+        left.post_unsignalled(at.to_bytes(2, "little") * 300)
+        left.poll()
+        while (message := right.take()) is None:
+            left.poll()
+        assert message == at.to_bytes(2, "little") * 300
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 65536 + 1, MIB])
@@ -274,7 +310,7 @@ def test_abort_ends_what_is_pending_and_the_peer_hears_why(links: tuple[VerbsLin
     [completion] = collect(right, 1)
     assert completion.tag == 5 and completion.error is reason
     assert right.poll() == [] and right.state() == QpState.ERR
-    assert select.select([left.control], [], [], 10)[0]
+    assert readable(left.control, 10)
     assert "step 7 was given up" in str(left.lost())
     assert isinstance(left.lost(), PeerLostError)  # then the end of the connection
 
@@ -284,11 +320,14 @@ def test_close_is_final_and_harmless_twice(side: Side) -> None:
     join(left, right)
     left.close()
     left.close()
-    assert select.select([right.control], [], [], 10)[0]
+    assert readable(right.control, 10)
     assert "gone" in str(right.lost())
     with pytest.raises(ChannelClosedError):
         left.post_send(b"x")
-    left.arm(), left.acknowledge(), left.disarm(), left.abort(TransportError("late"))
+    left.arm()
+    left.acknowledge()
+    left.disarm()
+    left.abort(TransportError("late"))
     assert left.lost() is None
     right.close()
 
@@ -298,11 +337,11 @@ def test_a_sleeper_is_woken_by_a_completion(links: tuple[VerbsLink, VerbsLink]) 
     for at in range(5):
         bell = right.arm()
         assert bell is not None and right.poll() == []
-        assert not select.select([bell], [], [], 0)[0]
+        assert not readable(bell, 0)
         left.post_send(b"wake %d" % at)
-        assert select.select([bell], [], [], 10)[0]
+        assert readable(bell, 10)
         right.acknowledge()
-        assert not select.select([bell], [], [], 0)[0]
+        assert not readable(bell, 0)
         assert collect(right, 1)[0].payload == b"wake %d" % at
 
 
@@ -310,7 +349,11 @@ def test_connecting_and_closing_leaks_no_descriptor_and_no_memory(side: Side) ->
     def resources() -> tuple[int, dict[str, str]]:
         with open("/proc/self/maps") as maps:
             mapped = sum("uverbs" in line for line in maps)
-        return len(os.listdir("/proc/self/fd")), {"mapped": str(mapped), **kernel_objects()}
+        return len(os.listdir("/proc/self/fd")), {
+            "mapped": str(mapped),
+            "simulated": str(objects()),
+            **kernel_objects(),
+        }
 
     def cycle(seed: int) -> None:
         left, right = side.link(), side.link()
@@ -382,6 +425,7 @@ def rank_that_transfers(rank: Rank, sizes: list[int]) -> None:
     side.close()
 
 
+@real
 def test_two_processes_exchange_up_to_64_mib() -> None:
     two_processes(rank_that_transfers, [8, 65_536, 3 * MIB + 5, 64 * MIB])
 
@@ -391,7 +435,7 @@ def rank_whose_peer_dies(rank: Rank, idle: bool) -> str:
     link = connected(rank, side, QpAttributes(timeout=10, retry_count=2))
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    assert select.select([link.control], [], [], 20)[0], "the control connection is still open"
+    assert readable(link.control, 20), "the control connection is still open"
     error = link.lost()
     if not idle:
         link.post_write(side.array(64), Region(side.arena.address, 1, 64))
@@ -402,6 +446,7 @@ def rank_whose_peer_dies(rank: Rank, idle: bool) -> str:
     return str(error)
 
 
+@real
 @pytest.mark.parametrize(("idle", "reason"), [(True, "its process ended"), (False, "RETRY_EXC_ERR")])
 def test_a_killed_peer_is_noticed_idle_or_in_a_transfer(idle: bool, reason: str) -> None:
     message = two_processes(rank_whose_peer_dies, idle, may_die=(1,))[0]

@@ -30,6 +30,7 @@ from runtime.transport.verbs.binding import (
     Opcode,
     QpState,
     QueuePair,
+    WorkCompletion,
 )
 from runtime.transport.verbs.memory import Memory
 from runtime.transport.verbs.qp import EndPoint, QpAttributes, random_psn, to_init, to_ready, translate
@@ -111,6 +112,9 @@ class VerbsLink(Link):
         self._signalled = 0  # the last request that will give a completion
         self._messages = 0
         self._pending: deque[tuple[int, Op, int]] = deque()  # (id, op, tag) of what the caller wants to hear of
+        self._found: deque[WorkCompletion] = deque()  # of the device, not handed out yet
+        self._looking = threading.Lock()  # peek may run beside take and poll, and order must be kept
+        self._looked = False  # take has just found nothing
         self._failure: BaseException | None = None
         self._told = False
         self._guard = threading.Lock()  # of teardown against arm, acknowledge and abort
@@ -183,6 +187,8 @@ class VerbsLink(Link):
             if signalled:
                 self._pending.append((number, Op.SENT, tag))
 
+    post_unsignalled = post_send
+
     def post_write(
         self, local: np.ndarray, remote: Region, imm: int | None = None, tag: int = 0, signalled: bool = True
     ) -> None:
@@ -208,13 +214,41 @@ class VerbsLink(Link):
         self._posted = self._signalled = number
         self._pending.append((number, Op.READ, tag))
 
+    def peek(self) -> object:
+        if not self._found and self._failure is None:
+            self._look()
+        return self._found or (self._failure is not None and not self._told)
+
+    def take(self) -> memoryview | None:
+        if self._failure is not None:
+            return None
+        if self._used >= _GROUP:
+            self._post_used()
+        found = self._found
+        if not found:
+            self._look()
+            if not found:
+                self._looked = True
+                return None
+        first = found[0]
+        if first.status or first.opcode != RECV:
+            return None
+        found.popleft()
+        self._used += 1
+        return self._receive_views[first.wr_id - _RECEIVE_ID][: first.byte_len]
+
     def poll(self, n: int = _MAX_POLL) -> list[Completion]:
         if self._failure is not None:
             return self._tell()
         if self._used >= _GROUP:
             self._post_used()
+        waiting = self._found
+        if not waiting and not self._looked:
+            self._look()
+        self._looked = False
         done: list[Completion] = []
-        for found in self._pair.poll(n if n < _MAX_POLL else _MAX_POLL):
+        while waiting and len(done) < n:
+            found = waiting.popleft()
             if found.status:
                 self._fail(translate(found.status, self.peer, self._attributes, self._device.async_events()))
                 return done + self._tell()
@@ -290,6 +324,7 @@ class VerbsLink(Link):
                 stack.callback(self._ring_region.close)
                 # The queue pair first: while it lives the device may write to memory and look for receives.
                 stack.callback(self._pair.close)
+                stack.callback(self._looking.acquire)  # for good: nobody looks into a queue that is gone
 
     # What tests and benchmarks look at
 
@@ -320,6 +355,17 @@ class VerbsLink(Link):
             return self._send_address, self._ring_region.lkey
         address = int(local.__array_interface__["data"][0])
         return address, self._memory.keys(address, local).lkey
+
+    def _look(self) -> None:
+        """Move the device's completions to ``_found``, unless another thread is just doing that."""
+        if self._looking.acquire(False):
+            try:
+                if not self._closed:
+                    self._found.extend(self._pair.poll(_MAX_POLL))
+            except TransportError as error:
+                self._fail(error)
+            finally:
+                self._looking.release()
 
     def _post_used(self) -> None:
         while self._used >= _GROUP:
