@@ -77,7 +77,8 @@ def runs_of(experiment: str, root: Path | None = None) -> list[Path]:
 
 
 def find_run(name: str, root: Path | None = None) -> Path:
-    """The folder that ``name`` means: a path, ``experiment/run``, a run's name, or an experiment (its newest run)."""
+    """The folder that ``name`` means: a path, ``experiment/run``, a run's name, an experiment (its newest run, scratch before
+    published), or ``published/experiment`` (its newest published run)."""
     top = root or results_root()
     direct = Path(name)
     if (direct / "run.json").exists():
@@ -86,7 +87,11 @@ def find_run(name: str, root: Path | None = None) -> Path:
     for path in candidates:
         if name in (path.name, f"{_experiment_of(path, top)}/{path.name}"):
             return path
-    named = [path for path in candidates if _experiment_of(path, top) == name]
+    named = [
+        path
+        for path in candidates
+        if name in (_experiment_of(path, top), f"{path.relative_to(top).parts[0]}/{_experiment_of(path, top)}")
+    ]
     # What was just measured before what was published long ago.
     named.sort(key=lambda path: (path.relative_to(top).parts[0] != "published", path.name))
     if named:

@@ -55,7 +55,7 @@ class Comparison:
         """One plain sentence."""
         where = _named(self.setting)
         ratio = self.ratio
-        times = f"{units.format_ns(self.contender_ns)} against {units.format_ns(self.baseline_ns)}"
+        times = f"{_figure(self.about, self.contender_ns)} against {_figure(self.about, self.baseline_ns)}"
         who, whom = _named(self.contender), _named(self.baseline)
         if self.verdict in ("faster", "slower"):
             factor, low, high = ratio.value, ratio.low, ratio.high
@@ -284,6 +284,13 @@ def _named(values: Mapping[str, Any]) -> str:
         else:
             shown.append(f"{name} {value}")
     return " ".join(shown)
+
+
+def _figure(about: str, ns: float) -> str:
+    """A metric as people read it: a rate for what is about rates."""
+    if METRICS[about] == "ns_per_byte":
+        return units.format_rate(1e9 / ns)
+    return f"{1e9 / ns:.3g}/s" if METRICS[about] == "ns_per_operation" else units.format_ns(ns)
 
 
 def _adjective(verdict: str) -> str:
