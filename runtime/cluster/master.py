@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from runtime.cluster.health import HealthMonitor, Watch
+from runtime.cluster.outcome import Outcome
 from runtime.cluster.proto import control_pb2 as pb
 from runtime.cluster.routes import AUTO, choose
 from runtime.cluster.rpc import CONTROL_VERSION
@@ -73,7 +74,7 @@ class Master:
         self._watches: dict[str, Watch] = {}
         self._others: list[Watch] = []
         self._finished: dict[str, list[int]] = {name: [] for name in tasks}
-        self._running: dict[int, _Outcome] = {}
+        self._running: dict[int, Outcome] = {}
         self._resolved: dict[tuple[str, int, str, int], tuple[str, str]] = {}
 
     def register(self, parts: Mapping[str, Partition], feeds: Sequence[str], fetches: Sequence[str]) -> Registration:
@@ -121,7 +122,7 @@ class Master:
             if registration.broken:
                 raise StepAbortedError("an earlier step of this signature failed; it must be registered again")
             step = (self.session & 0xFFFF_FFFF) << 31 | next(self._steps)
-            outcome = _Outcome(step, [part.task for part in registration.parts])
+            outcome = Outcome(step, [part.task for part in registration.parts])
             with self._guard:
                 self._running[step] = outcome
                 lost = [watch.lost for name, watch in self._watches.items() if watch.lost is not None]
@@ -142,7 +143,7 @@ class Master:
                         self._finished[part.task.name].append(step)
 
     def _run(
-        self, registration: Registration, step: int, outcome: _Outcome, feeds: Sequence[np.ndarray], deadline: Deadline
+        self, registration: Registration, step: int, outcome: Outcome, feeds: Sequence[np.ndarray], deadline: Deadline
     ) -> list[np.ndarray]:
         generation = registration.generation
         waiting: list[tuple[_Part, Future[list[np.ndarray]]]] = []
@@ -187,7 +188,7 @@ class Master:
             _put(results, part, future.result(deadline))
         return results  # type: ignore[return-value]  # every fetch belongs to one part
 
-    def _await(self, part: _Part, future: Future[list[np.ndarray]], outcome: _Outcome, deadline: Deadline) -> None:
+    def _await(self, part: _Part, future: Future[list[np.ndarray]], outcome: Outcome, deadline: Deadline) -> None:
         """Wait until a task's part has ended, one way or the other."""
         end = Deadline.after(deadline.remaining() + _GRACE_S)
         while not future.done():
@@ -404,36 +405,6 @@ class Master:
             future.exception(Deadline.after(deadline.remaining() + 1.0))
         for task in self._tasks.values():
             task.close()
-
-
-class _Outcome:
-    """A step's first error, and the news of it to all other tasks (TensorFlow's ExecutorBarrier)."""
-
-    def __init__(self, step: int, tasks: Sequence[Task]) -> None:
-        self.step = step
-        self.tasks = list(tasks)
-        self.error: VerbflowError | None = None
-        self._guard = threading.Lock()
-
-    def report(self, task: Task, done: Future[list[np.ndarray]]) -> None:
-        error = done.exception(Deadline.after(0))
-        if error is not None:
-            assert isinstance(error, VerbflowError)
-            self.fail(task, error)
-
-    def fail(self, task: Task | None, error: VerbflowError) -> None:
-        """``task`` failed with ``error``; None: the step must be given up for a reason from outside."""
-        with self._guard:
-            first = self.error is None
-            # An abort only says that somebody else failed; what explains it may come a moment later.
-            if self.error is None or (
-                isinstance(self.error, StepAbortedError) and not isinstance(error, StepAbortedError)
-            ):
-                self.error = error
-        if first:
-            for other in self.tasks:
-                if other is not task:
-                    other.abort(self.step, error)
 
 
 def _put(results: list[np.ndarray | None], part: _Part, arrays: Sequence[np.ndarray]) -> None:

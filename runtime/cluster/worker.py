@@ -7,15 +7,14 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from runtime.cluster.client import WorkerClient
 from runtime.cluster.health import HealthMonitor, Watch
 from runtime.cluster.proto import control_pb2 as pb
+from runtime.cluster.registered import RegisteredGraph, resident_bytes
 from runtime.cluster.routes import TransportSet
 from runtime.cluster.rpc import CONTROL_VERSION, Tls
 from runtime.deadline import Deadline
@@ -28,10 +27,8 @@ from runtime.errors import (
     UnknownGraphError,
 )
 from runtime.execution.compile import compile_partition
-from runtime.execution.executor import Executor
-from runtime.execution.rendezvous import Edge
 from runtime.execution.resources import Resources
-from runtime.execution.step import FetchRoute, PushRoute, RendezvousManager, Route, ServeRoute, SlotRoute
+from runtime.execution.step import FetchRoute, PushRoute, RendezvousManager, ServeRoute, SlotRoute
 from runtime.graph.partition import Partition
 from runtime.graph.serialize import load_graph
 from runtime.memory.arena import Arena
@@ -41,27 +38,6 @@ from runtime.trace import Tracer
 _LOG = logging.getLogger("verbflow.cluster")
 # A master that was not heard of for so long is dead, and the memory of its graphs is wanted.
 LEASE_S = 120.0
-
-
-@dataclass
-class _Registered:
-    """A registered partition. ``wires``: slots of its static edges, by transport."""
-
-    handle: str
-    session: int
-    master: str
-    executor: Executor
-    sends: list[Edge]
-    receives: list[Edge]
-    feeds: list[str]
-    routes: dict[int, Route] = field(default_factory=dict)
-    wires: dict[str, list[int]] = field(default_factory=dict)
-    peers: dict[str, pb.Peer] = field(default_factory=dict)
-    transports: dict[str, str] = field(default_factory=dict)
-    watches: list[Watch] = field(default_factory=list)
-    running: int = 0  # the step's id
-    steps: deque[int] = field(default_factory=lambda: deque(maxlen=16))  # that may not be cleaned up yet
-    guard: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Worker:
@@ -105,7 +81,7 @@ class Worker:
         self._poison = poison
         self._settings = dict(settings or {})
         self._guard = threading.Lock()
-        self._graphs: dict[str, _Registered] = {}
+        self._graphs: dict[str, RegisteredGraph] = {}
         self._heard: dict[int, float] = {}  # session -> when, monotonic seconds
         self._clients: dict[tuple[str, str], WorkerClient] = {}
         self._next_wire = 1
@@ -158,7 +134,7 @@ class Worker:
             tracer=self.tracer,
             poison=self._poison,
         )
-        graph = _Registered(
+        graph = RegisteredGraph(
             request.handle,
             request.session,
             request.master,
@@ -182,7 +158,7 @@ class Worker:
             raise
         return pb.RegisterReply(offers=offers, plan_bytes=executor.resident_bytes)
 
-    def _offer_slots(self, graph: _Registered) -> dict[str, pb.Offer]:
+    def _offer_slots(self, graph: RegisteredGraph) -> dict[str, pb.Offer]:
         offers: dict[str, pb.Offer] = {}
         slots: dict[str, dict[int, np.ndarray]] = {}
         destinations = graph.executor.recv_slots
@@ -303,7 +279,7 @@ class Worker:
         self.resources.restore(values, container)
 
     def memory(self) -> pb.Memory:
-        resident, peak = _resident_bytes()
+        resident, peak = resident_bytes()
         return pb.Memory(
             arena_bytes=self.arena.nbytes,
             arena_used_bytes=self.arena.used_bytes,
@@ -391,12 +367,12 @@ class Worker:
         for session, handles in orphans.items():
             self.deregister(session, handles)
 
-    def _transport_to(self, graph: _Registered, peer: str) -> str:
+    def _transport_to(self, graph: RegisteredGraph, peer: str) -> str:
         if peer not in graph.transports or peer not in graph.peers:
             raise GraphError(f"graph {graph.handle}: no route to {peer} came with the partition")
         return graph.transports[peer]
 
-    def _graph(self, handle: str) -> _Registered:
+    def _graph(self, handle: str) -> RegisteredGraph:
         graph = self._graphs.get(handle)
         if graph is None:
             raise UnknownGraphError(f"{self.task} knows no graph {handle}; it may have been restarted")
@@ -414,7 +390,7 @@ class Worker:
                 )
                 self.deregister(session, [])
 
-    def _drop_graph(self, graph: _Registered, reason: BaseException) -> None:
+    def _drop_graph(self, graph: RegisteredGraph, reason: BaseException) -> None:
         if graph.running:
             self.rendezvous.abort(graph.running, reason)
         for watch in graph.watches:
@@ -425,14 +401,3 @@ class Worker:
             for name, wires in graph.wires.items():
                 self.transports.transport(name).withdraw(wires, reason)
             graph.executor.close()
-
-
-def _resident_bytes() -> tuple[int, int]:
-    """(now, peak) of this process, from /proc."""
-    values = {"VmRSS": 0, "VmHWM": 0}
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        for line in status:
-            key, _, value = line.partition(":")
-            if key in values:
-                values[key] = int(value.split()[0]) * 1024
-    return values["VmRSS"], values["VmHWM"]
