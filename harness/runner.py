@@ -159,11 +159,13 @@ def _run(folder: Path, trial: Trial, place: Launcher, fidelity: str) -> TrialRec
         size = bench.ranks(p)
         place.open(size)
         logs = folder / "logs" / f"{trial.order:05d}-{trial.run_id}"
-        job = place.start(JobSpec(cell, size, scratch, logs, bench.environment(p)))
+        spec = JobSpec(cell, size, scratch, logs, bench.environment(p))
+        job = place.start(spec)
         try:
             outcomes = job.wait(Deadline.after(cell.measure.timeout_ns * 1e-9))
         finally:
             job.kill()
+        place.collect(spec)
         ranks = [_rank_record(scratch, outcome, cell.measure.timeout_ns) for outcome in outcomes]
     except (VerbflowError, HarnessError, OSError) as failure:
         return _unmeasured(trial, "failed", f"{type(failure).__name__}: {failure}", time.monotonic_ns() - start)

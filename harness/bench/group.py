@@ -30,8 +30,11 @@ class GroupError(VerbflowError):
 class Group:
     """One rank's membership. One thread. Every operation is collective: all ranks call the same ones in the same order."""
 
-    def __init__(self, rank: int, size: int, folder: Path, token: str, deadline: Deadline, host: str = "") -> None:
-        """Join; returns when all ranks have. ``host`` empty means one host; otherwise rank 0 listens there on TCP."""
+    def __init__(
+        self, rank: int, size: int, folder: Path, token: str, deadline: Deadline, host: str = "", port: int = 0
+    ) -> None:
+        """Join; returns when all ranks have. ``host`` is where rank 0 listens on TCP; empty means a unix socket on this host.
+        With a ``port`` the ranks need no common folder; without one rank 0 writes into it where it listens."""
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} does not belong to a group of {size}")
         self.rank = rank
@@ -43,9 +46,9 @@ class Group:
             return
         try:
             if rank == 0:
-                self._gather_members(folder, token, host)
+                self._gather_members(folder, token, host, port)
             else:
-                self._join(folder, token)
+                self._join(folder, token, host, port)
         except TimeoutError as error:
             missing = sorted(set(range(1, size)) - set(self._peers)) if rank == 0 else [0]
             self.close()
@@ -118,10 +121,12 @@ class Group:
             peer.close()
         self._peers.clear()
 
-    def _gather_members(self, folder: Path, token: str, host: str) -> None:
+    def _gather_members(self, folder: Path, token: str, host: str, port: int) -> None:
         family = socket.AF_INET if host else socket.AF_UNIX
         with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind((host, 0) if host else str(folder / "group"))
+            if port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port) if host else str(folder / "group"))
             listener.listen(self.size)
             address = list(listener.getsockname()) if host else listener.getsockname()
             temporary = folder / ".group.json"
@@ -131,8 +136,12 @@ class Group:
                 listener.settimeout(max(0.001, self._deadline.remaining()))
                 connection, _ = listener.accept()
                 self._tune(connection)
-                hello = self._receive_from(connection, "a joining rank")
-                rank = int(hello.get("rank", -1))
+                try:
+                    hello = self._receive_from(connection, "a joining rank")
+                    rank = int(hello.get("rank", -1))
+                except (PeerLostError, ValueError, TypeError, AttributeError):  # no rank of ours speaks like that
+                    connection.close()
+                    continue
                 if not hmac.compare_digest(str(hello.get("token", "")), token) or rank not in range(1, self.size):
                     connection.close()
                     continue
@@ -140,17 +149,27 @@ class Group:
         for rank in self._peers:
             self._send(rank, {"value": "joined"})
 
-    def _join(self, folder: Path, token: str) -> None:
+    def _join(self, folder: Path, token: str, host: str, port: int) -> None:
         published = folder / "group.json"
-        while not published.exists():
+        while True:
             if self._deadline.expired():
                 raise TimeoutError
-            time.sleep(0.002)
-        address = json.loads(published.read_text())
-        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.settimeout(max(0.001, self._deadline.remaining()))
-        connection.connect(address if isinstance(address, str) else tuple(address))
+            address = (host, port) if port else json.loads(published.read_text()) if published.exists() else None
+            if address is None:
+                time.sleep(0.002)
+                continue
+            family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            connection.settimeout(max(0.001, self._deadline.remaining()))
+            try:
+                connection.connect(address if isinstance(address, str) else tuple(address))
+                break
+            except ConnectionRefusedError:  # rank 0 is not that far yet
+                connection.close()
+                time.sleep(0.05)
+            except OSError:
+                connection.close()
+                raise
         self._tune(connection)
         self._peers[0] = connection
         self._send(0, {"rank": self.rank, "token": token})

@@ -1,7 +1,8 @@
 """One rank of a trial: ``python -m harness.bench.rank FOLDER RANK``.
 
-FOLDER holds ``job.json`` (cell, size, hosts) and receives ``rank-RANK.npz``. The run's token comes in
-VERBFLOW_TOKEN, never in argv.
+FOLDER holds ``job.json`` (cell, size, hosts) and receives ``rank-RANK.npz``. The run's token comes in VERBFLOW_TOKEN, never
+in argv. Where there is no common folder, FOLDER is ``-``: one line on standard input holds job and token, and the record is the
+last line of standard output, after ``RECORD_MARK``.
 
 Exit codes: 0 measured, 3 failed, 4 cannot run here (skipped); the record says why in each case.
 """
@@ -9,11 +10,13 @@ Exit codes: 0 measured, 3 failed, 4 cannot run here (skipped); the record says w
 from __future__ import annotations
 
 import argparse
+import base64
 import ctypes
 import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from harness.records import RankRecord, write_rank
 from runtime.deadline import Deadline
 from runtime.errors import UnavailableError
 
+RECORD_MARK = "verbflow-record:"
 EXIT_FAILED = 3
 EXIT_SKIPPED = 4
 _PR_SET_PDEATHSIG = 1
@@ -35,7 +39,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("rank", type=int)
     arguments = parser.parse_args(argv)
+    if str(arguments.folder) == "-":
+        return _run_from_stdin(arguments.rank)
     return run_rank(arguments.folder, arguments.rank)
+
+
+def _run_from_stdin(rank: int) -> int:
+    line = json.loads(sys.stdin.readline())
+    os.environ["VERBFLOW_TOKEN"] = line["token"]
+    with tempfile.TemporaryDirectory(prefix="verbflow-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps(line["job"]))
+        code = run_rank(folder, rank)
+        record = (folder / f"rank-{rank}.npz").read_bytes()
+        sys.stderr.flush()
+        print(f"\n{RECORD_MARK}{base64.b64encode(record).decode()}", flush=True)
+    return code
 
 
 def run_rank(folder: Path, rank: int) -> int:
@@ -51,7 +70,8 @@ def run_rank(folder: Path, rank: int) -> int:
     try:
         bench = benchmark(cell.bench)
         host = job["hosts"][rank]
-        group = Group(rank, job["size"], folder, token, deadline, host if job["spread"] else "")
+        meeting = job["hosts"][0] if job["spread"] else ""
+        group = Group(rank, job["size"], folder, token, deadline, meeting, job.get("port", 0))
         context = RankContext(rank, job["size"], group, cell.measure, deadline, folder, token, host)
         record = measure_rank(bench, bench.Params(**cell.params), context)
         code = 0

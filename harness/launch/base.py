@@ -31,6 +31,7 @@ _CLASSES = {
     "netns": "harness.launch.netns:NetnsLauncher",
     "slurm": "harness.launch.slurm:SlurmLauncher",
     "mpi": "harness.launch.mpi:MpiLauncher",
+    "ssh": "harness.launch.ssh:SshLauncher",
 }
 _GRACE_S = 5.0
 
@@ -210,14 +211,20 @@ class Launcher(ABC):
 
     def describe(self, job: JobSpec, specs: Sequence[RankSpec]) -> None:
         """Write what the ranks read, and make the place for their logs."""
-        content = {
+        (job.folder / "job.json").write_text(json.dumps(self.content(job, specs)))
+        job.logs.mkdir(parents=True, exist_ok=True)
+
+    def content(self, job: JobSpec, specs: Sequence[RankSpec]) -> dict[str, Any]:
+        """What ``job.json`` says. Pure."""
+        return {
             "cell": job.cell.to_json(),
             "size": job.size,
             "hosts": [spec.host for spec in specs],
             "spread": self.spread,
         }
-        (job.folder / "job.json").write_text(json.dumps(content))
-        job.logs.mkdir(parents=True, exist_ok=True)
+
+    def collect(self, job: JobSpec) -> None:  # noqa: B027  most ranks write into the common folder by themselves
+        """After the ranks have ended: bring their records into the job's folder."""
 
     def _cpus(self, rank: int) -> tuple[int, ...]:
         """``cpus`` = [[0], [1]] pins rank 0 to CPU 0 and rank 1 to CPU 1, and begins anew after the last."""

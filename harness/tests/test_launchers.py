@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from harness import runner
+from harness.cell import Cell, Measure, schedule
 from harness.launch.base import RankSpec, known_launchers, launcher
 from harness.launch.slurm import SlurmLauncher
 from runtime.errors import ConfigError
@@ -49,6 +51,25 @@ def test_netns_builds_a_shaped_network_and_takes_it_down_again():
     assert found.host(1) == "10.99.0.2"
     assert found.command(spec())[:4] == ["ip", "netns", "exec", found.namespace(1)]
     assert found.take_down() == []
+
+
+def test_ssh_passes_job_and_token_by_standard_input_and_brings_records_back(tmp_path):
+    fake = tmp_path / "ssh"
+    fake.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    fake.chmod(0o755)
+    options = {"hosts": ["127.0.0.1"], "ssh": [str(fake)], "port": 29411}
+    place = launcher("ssh", options)
+    assert place.available() == ""
+    command = place.command(spec(environment={"OMP_NUM_THREADS": "1"}))
+    assert command[1] == "127.0.0.1"
+    assert command[2].endswith("&& OMP_NUM_THREADS=1 exec .venv/bin/python -m harness.bench.rank - 1")
+    measure = Measure(min_time_ns=1_000_000, warmup_time_ns=1_000_000, traced_iterations=1, timeout_ns=60_000_000_000)
+    cell = Cell("latency", "transfer", {"transport": "grpc", "nbytes": 64}, measure)
+    trial = schedule([cell], 1, 1, "code")[0]
+    record = runner._run(tmp_path, trial, place, "")
+    assert record.status == "ok", record.error
+    assert len(record.ranks[0].samples) > 0
+    assert record.ranks[1].verified
 
 
 def test_unknown_launchers_and_options_list_the_known_ones():
