@@ -85,7 +85,7 @@ class Lease:
 
     def __init__(self, array: np.ndarray, release: Callable[[], None] | None = None) -> None:
         view = array.view()
-        view.flags.writeable = False
+        view.setflags(write=False)  # half the cost of view.flags, and on the way of every small fetch
         self.array = view
         self._release = release
 

@@ -22,7 +22,7 @@ from runtime.transport.onesided.edges import OutgoingEdges
 from runtime.transport.onesided.endpoint import Action, Endpoint
 from runtime.transport.onesided.fetching import Fetching
 from runtime.transport.onesided.link import Link, Region
-from runtime.transport.onesided.messages import NO_REGION, Kind, Mode, encode_fetch
+from runtime.transport.onesided.messages import NO_REGION, Kind, Mode, decode_eager, encode_fetch
 from runtime.transport.onesided.paper import PaperReceiver
 from runtime.transport.onesided.protocol import choose, flat, flat_memory, spec_bytes
 from runtime.transport.pending import encode_key
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 # Looking a member up in an enumeration takes three times as long as a global name.
-_WRITE, _BORROW = Mode.WRITE, Mode.BORROW
+_WRITE = Mode.WRITE
 _MAX_REQUEST = messages.MAX_REQUEST
 
 
@@ -91,6 +91,7 @@ class OneSidedChannel(Endpoint, Channel):
             if not (flags.c_contiguous and flags.writeable):
                 raise ShapeError(f"{fetch.what}: the destination must be C-contiguous and writable")
             fetch.spec_bytes = spec_bytes(into)
+            fetch.plain = True
         tracer = self._tracer
         if tracer.enabled:
             fetch.started_ns = time.monotonic_ns()
@@ -128,6 +129,7 @@ class OneSidedChannel(Endpoint, Channel):
         fetch.request = request
         if region is not NO_REGION:
             fetch.exposed = True
+            fetch.plain = False
         pending[request] = fetch
         self._send(encode_fetch(request, fetch.mode, region, limit, self._chunk, fetch.spec_bytes, key_bytes))
 
@@ -154,25 +156,19 @@ class OneSidedChannel(Endpoint, Channel):
         return fetch.into
 
     def _on_eager(self, message: memoryview) -> Action | None:
-        request, offset, data, start, nbytes = messages.decode_eager(message)
+        request, offset, data, start, nbytes = decode_eager(message)
         fetch = self._pending.get(request)
-        if (
-            fetch is not None
-            and fetch.spec_bytes == data
-            and len(message) - start == nbytes
-            and fetch.into is not None
-            and fetch.registration is None
-            and fetch.mode is not _BORROW
-            and not self._queued
-        ):
+        if fetch is not None and fetch.plain and fetch.spec_bytes == data and len(message) - start == nbytes:
             # The whole tensor, as expected: the case that latency is measured by.
             if nbytes and not fetch.done():
-                flat_memory(fetch.into)[:] = message[start:]
+                flat_memory(fetch.into)[:] = message[start:]  # type: ignore[arg-type]
                 self.counters.copies += 1
             self.counters.bytes_in += nbytes
             del self._pending[request]
             if fetch.started_ns:
                 self._record(fetch, nbytes)
+            if self._queued:
+                self._next_queued()
             return fetch.set_result, fetch.into
         fetch = self._pending_fetch(request, "EAGER")
         spec = messages.decode_spec(data)

@@ -27,6 +27,7 @@ class Fetching(Future[Any]):
     request = -1
     started_ns = 0
     landing: np.ndarray | None = None
+    plain = False  # ``into`` is given and nothing else takes part
     exposed = False  # the peer was told where to write
     flat: memoryview | None = None
     received = 0
