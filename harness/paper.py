@@ -1,5 +1,5 @@
 """Paper: runs what can run here of the paper's experiments, and rebuilds what follows from them: tables, verdicts, pictures,
-and the notebook that shows them beside the printed numbers."""
+and the notebook, executed, that shows them beside the printed numbers."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ def write_tables(found: Evidence, folder: Path) -> list[Path]:
     return written
 
 
-def run_notebook(kinds: str, path: Path = NOTEBOOK, target: Path | None = None) -> Path:
+def run_notebook(kinds: str, target: Path, path: Path = NOTEBOOK) -> Path:
     """Execute the notebook on stored results (``published``, or ``scratch`` for what was just measured) and store it with its
-    outputs, by default in place. HarnessError if a cell fails."""
+    outputs as ``target``; in ``notebooks`` they have none. HarnessError if a cell fails."""
     import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
@@ -153,7 +153,6 @@ def run_notebook(kinds: str, path: Path = NOTEBOOK, target: Path | None = None) 
         del os.environ["VERBFLOW_PAPER"]
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when it ran is no result
-    target = target or path
     write_atomically(target, (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode())
     return target
 
@@ -164,11 +163,10 @@ def rebuild(profile: str, tell: Callable[[str], None]) -> Evidence:
     if profile == "full":
         for folder in publish(label()):
             tell(f"published {folder.parent.name}")
-        kinds, target, folder = "published", NOTEBOOK, root / "published" / "paper"
+        kinds, folder = "published", root / "published" / "paper"
     else:
         kinds, folder = "scratch", root / "scratch" / "paper" / "summary"
-        target = folder / NOTEBOOK.name
     found = collect((kinds,))
     write_tables(found, folder)
-    tell(f"notebook: {run_notebook(kinds, target=target)}")
+    tell(f"notebook: {run_notebook(kinds, folder / NOTEBOOK.name)}")
     return found
