@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,8 +70,9 @@ class Arena:
         self._free_by_start: dict[int, int] = {0: self.nbytes}
         self._free_by_end: dict[int, int] = {self.nbytes: 0}
         self._blocks: dict[int, Block] = {}
+        self._dropped: deque[Block] = deque()  # blocks of tensors that are gone, not given back yet
+        self._used = 0
         self.allocations = 0
-        self.used_bytes = 0
         self.peak_bytes = 0
 
     def touch(self) -> None:
@@ -79,8 +81,9 @@ class Arena:
 
     def allocate(self, nbytes: int, label: str = "") -> Block:
         """A block of at least ``nbytes``; ArenaFullError lists the largest occupants. Content is undefined."""
-        length = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        length = _block_length(nbytes)
         with self._guard:
+            self._settle()
             at = bisect.bisect_left(self._free, (length, 0))
             if at == len(self._free):
                 raise ArenaFullError(self._full_message(nbytes, label))
@@ -91,8 +94,8 @@ class Arena:
             block = Block(offset, nbytes, label, self.memory[offset : offset + nbytes])
             self._blocks[offset] = block
             self.allocations += 1
-            self.used_bytes += length
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._used += length
+            self.peak_bytes = max(self.peak_bytes, self._used)
         return block
 
     def tensor(self, spec: TensorSpec, label: str = "") -> np.ndarray:
@@ -100,27 +103,20 @@ class Arena:
         block = self.allocate(spec.nbytes, label)
         # A view of a view keeps only the outermost owner alive, so the finalizer hangs on an owner of our own.
         owner = np.frombuffer(self.memory.data, np.uint8, count=max(1, spec.nbytes), offset=block.offset)
-        weakref.finalize(owner, self.free, block).atexit = False
+        weakref.finalize(owner, self._drop, block).atexit = False
         return _owned_view(owner, spec)
 
     def free(self, block: Block) -> None:
         """Give a block back. ValueError if it is not allocated (a double free)."""
         with self._guard:
-            if self._blocks.get(block.offset) is not block:
-                raise ValueError(f"block {block.label or block.offset} is not allocated in this arena")
-            del self._blocks[block.offset]
-            length = max(ALIGNMENT, -(-block.nbytes // ALIGNMENT) * ALIGNMENT)
-            self.used_bytes -= length
-            if self.poison:
-                self.memory[block.offset : block.offset + length] = POISON
-            start, end = block.offset, block.offset + length
-            if end in self._free_by_start:
-                end = end + self._remove_free(end)
-            if start in self._free_by_end:
-                before = self._free_by_end[start]
-                self._remove_free(before)
-                start = before
-            self._insert_free(start, end - start)
+            self._give_back(block)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of allocated blocks, rounded up to the alignment."""
+        with self._guard:
+            self._settle()
+            return self._used
 
     def offset_of(self, array: np.ndarray) -> int | None:
         """Where a C-contiguous array begins in this arena, or None if it does not lie inside it."""
@@ -130,6 +126,7 @@ class Arena:
     def occupants(self) -> list[Block]:
         """Allocated blocks, largest first."""
         with self._guard:
+            self._settle()
             return sorted(self._blocks.values(), key=lambda block: -block.nbytes)
 
     def close(self) -> None:
@@ -142,6 +139,36 @@ class Arena:
         if mapping is not None:
             with contextlib.suppress(BufferError):  # views are alive: the mapping goes with the last of them
                 mapping.close()
+
+    def _drop(self, block: Block) -> None:
+        # Runs wherever the garbage collector does, perhaps inside ``allocate`` on this very thread: it must not wait.
+        self._dropped.append(block)
+        if self._guard.acquire(False):
+            try:
+                self._settle()
+            finally:
+                self._guard.release()
+
+    def _settle(self) -> None:
+        while self._dropped:
+            self._give_back(self._dropped.popleft())
+
+    def _give_back(self, block: Block) -> None:
+        if self._blocks.get(block.offset) is not block:
+            raise ValueError(f"block {block.label or block.offset} is not allocated in this arena")
+        del self._blocks[block.offset]
+        length = _block_length(block.nbytes)
+        self._used -= length
+        if self.poison:
+            self.memory[block.offset : block.offset + length] = POISON
+        start, end = block.offset, block.offset + length
+        if end in self._free_by_start:
+            end = end + self._remove_free(end)
+        if start in self._free_by_end:
+            before = self._free_by_end[start]
+            self._remove_free(before)
+            start = before
+        self._insert_free(start, end - start)
 
     def _insert_free(self, offset: int, length: int) -> None:
         bisect.insort(self._free, (length, offset))
@@ -160,9 +187,13 @@ class Arena:
         contiguous = self._free[-1][0] if self._free else 0
         return (
             f"arena of {self.nbytes} bytes has no {nbytes} contiguous bytes for {label or 'an allocation'}: "
-            f"{self.used_bytes} in use, longest free run {contiguous}; largest occupants (bytes): {held}. "
+            f"{self._used} in use, longest free run {contiguous}; largest occupants (bytes): {held}. "
             f"Open it larger."
         )
+
+
+def _block_length(nbytes: int) -> int:
+    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
 
 
 def _owned_view(owner: np.ndarray, spec: TensorSpec) -> np.ndarray:

@@ -137,3 +137,12 @@ def test_any_sequence_of_allocations_keeps_the_books(actions):
     assert arena.used_bytes == 0
     arena.free(arena.allocate(1 << 15))
     arena.close()
+
+
+def test_a_tensor_that_dies_inside_allocate_is_given_back_later():
+    arena = Arena(1 << 20)
+    held = [arena.tensor(TensorSpec((1000,), np.uint8))]
+    with arena._guard:  # as when the garbage collector runs in the middle of an allocation
+        held.clear()
+    assert arena.used_bytes == 0
+    arena.close()
