@@ -19,6 +19,7 @@ from runtime.errors import DeadlineError, GraphError
 from runtime.execution.compile import compile_partition
 from runtime.execution.executor import Executor
 from runtime.execution.resources import Resources
+from runtime.graph.fusion import fuse_updates
 from runtime.graph.graph import Graph, Node, Output
 from runtime.graph.optimize import optimise
 from runtime.graph.partition import check_feeds, partition
@@ -148,6 +149,13 @@ class LocalEngine:
             else:
                 raise GraphError(f"{fetch!r} cannot be fetched: it is neither an output nor a node of the graph")
         rewrite = optimise(self.graph, outputs, targets)
+        rewrite = rewrite.then(
+            fuse_updates(
+                rewrite.graph,
+                [rewrite.outputs[output] for output in outputs],
+                [rewrite.nodes[target] for target in targets],
+            )
+        )
         outputs = [rewrite.outputs[output] for output in outputs]
         targets = [rewrite.nodes[node] for node in targets]
         # One part, but still cut: it is what puts reads and writes of variables into order.

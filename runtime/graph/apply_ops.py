@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,9 +19,12 @@ from runtime.graph.initialisers import constant, zeros
 from runtime.graph.math_ops import check_count, check_floating
 from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
 from runtime.graph.state_ops import update, update_lock, variable, variable_node
+from runtime.kernels.matmul import compile_descent, descent_workspace
+from runtime.kernels.parallel import free_shares
 from runtime.tensor import TensorSpec
 
 BLOCK_BYTES = 1 << 18
+PARALLEL_BYTES = 1 << 21
 
 
 class _Apply(Op):
@@ -46,7 +50,7 @@ class _Apply(Op):
 
     @classmethod
     def workspace(cls, inputs: Sequence[TensorSpec], attrs: Attrs, threads: int) -> int:  # type: ignore[override]
-        return min(BLOCK_BYTES, inputs[0].nbytes)
+        return _threads(inputs[0].nbytes, threads) * min(BLOCK_BYTES, inputs[0].nbytes)
 
     @classmethod
     def cost(cls, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:  # type: ignore[override]
@@ -57,6 +61,11 @@ def check_rate(rate: TensorSpec, target: TensorSpec) -> None:
     """ShapeError unless ``rate`` is a scalar of the variable's dtype."""
     if rate != TensorSpec((), target.dtype):
         raise ShapeError(f"the learning rate is {rate}, not a scalar of dtype {target.dtype.name}")
+
+
+def _threads(nbytes: int, threads: int) -> int:
+    """How many threads share an update: one, where handing over would cost more than it saves."""
+    return threads if nbytes >= PARALLEL_BYTES else 1
 
 
 def _blockwise(
@@ -72,20 +81,21 @@ def _blockwise(
     """
     target = arrays[0]
     size = max(1, min(BLOCK_BYTES // target.itemsize, target.size))
-    scratch = context.workspace((min(size, target.size),), target.dtype)
+    threads = _threads(target.nbytes, context.threads)
+    spare = context.workspace((threads, min(size, target.size)), target.dtype)
     flats = [array.reshape(-1) for array in arrays]
-    blocks = [
-        (*(flat[at : at + size] for flat in flats), scratch[: min(size, target.size - at)])
-        for at in range(0, target.size, size)
-    ]
+    items: list[list[Call]] = []
+    for at in range(0, target.size, size):
+        block = [flat[at : at + size] for flat in flats]
+        items.append([partial(step, *block, scratch[: block[0].size]) for scratch in spare])
+    update_blocks = free_shares(items)
     lock = update_lock(target, attrs, context)
 
     def run() -> None:
         with lock:
             if before is not None:
                 before()
-            for block in blocks:
-                step(*block)
+            update_blocks()
 
     return run
 
@@ -105,6 +115,56 @@ class ApplySGD(_Apply):
             np.subtract(var, scratch, var)
 
         return _blockwise([target, gradient], attrs, context, step)
+
+
+@register
+class ApplySGDProduct(Op):
+    """var -= lr a^T b: ApplySGD of the gradient of a dense layer's weights, which is used up as it is made and never stored.
+
+    Inputs: the variable [m, n], a [batch, m], b [batch, n], the learning rate. Made by ``fusion``.
+    """
+
+    stateful = True
+    long = True
+    mutates = (0,)
+
+    @staticmethod
+    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
+        check_count(inputs, 4)
+        target, a, b, rate = inputs
+        check_floating(target)
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[0]:
+            raise ShapeError(f"{a} and {b} are not matrices of as many rows")
+        if target.shape != (a.shape[1], b.shape[1]) or not target.dtype == a.dtype == b.dtype:
+            raise ShapeError(f"the variable is {target}, the product that of {a}^T and {b}")
+        check_rate(rate, target)
+        return []
+
+    @staticmethod
+    def workspace(inputs: Sequence[TensorSpec], attrs: Attrs, threads: int) -> int:
+        rows, columns = inputs[0].shape
+        return descent_workspace(rows, columns, inputs[0].dtype.itemsize, threads)
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        target, a, b, rate = inputs
+        size = descent_workspace(len(target), target.shape[1], target.itemsize, context.threads)
+        memory = context.workspace((size,), np.uint8)
+        descend = compile_descent(a.T, b, target, rate, context.threads, memory)
+        lock = update_lock(target, attrs, context)
+
+        def run() -> None:
+            with lock:
+                descend()
+
+        return run
+
+    @staticmethod
+    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
+        target, a, b, _ = inputs
+        return Cost(2 * (a.shape[0] + 1) * target.size, 2 * target.nbytes + a.nbytes + b.nbytes)
 
 
 @register

@@ -64,14 +64,14 @@ def prune(graph: Graph, fetches: Sequence[Output], targets: Sequence[Node] = (),
         if node.graph is not graph:
             raise GraphError(f"{node.name} belongs to another graph and cannot be fetched from this one")
     needed = ancestors([*(value.node for value in fetches), *targets, *keep])
-    copy = _Copy()
+    copy = GraphCopy()
     for node in graph.nodes:
         if node in needed:
             copy.add(node)
     return copy.rewrite
 
 
-class _Copy:
+class GraphCopy:
     """A graph that grows from another's nodes."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class _Folder:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._copy = _Copy()
+        self._copy = GraphCopy()
         self._seen: dict[Any, Node] = {}
         self._values: dict[Output, np.ndarray] = {}
         self._writes: dict[Output, int] = {}

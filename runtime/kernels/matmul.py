@@ -37,21 +37,23 @@ def compile_matmul(
         return partial(out.fill, 0)
     if 2 * rows * inner * columns < MIN_PARALLEL_FLOPS:
         return partial(np.matmul, a, b, out=out)
-    if out.dtype == np.float32 and blas.core() in UNPACKED_CORES:
-        if inner <= SKINNY_ROWS and out.size >= SKINNY_SIZE:
-            return _outer(a, b, out, threads)
-        if rows <= SKINNY_ROWS and memory is not None and b.size >= SKINNY_SIZE and b.T.flags.c_contiguous:
-            return _by_rows_of(b.T, a, out, threads, memory)
-    blocks = threads
-    if out.nbytes > 4 * BLOCK_BYTES and inner < 256:
-        blocks = threads * max(1, -(-out.nbytes // (BLOCK_BYTES * threads)))
-    if rows >= columns or rows >= 8 * blocks:
-        calls = [partial(np.matmul, a[i:j], b, out=out[i:j]) for i, j in split(rows, blocks)]
+    if _prefers_small(inner, out):
+        return _outer(a, b, out, threads)
+    if memory is not None and b.T.flags.c_contiguous and _prefers_small(rows, b):
+        return _by_rows_of(b.T, a, out, threads, memory)
+    if is_all_result(rows, inner, columns, out.itemsize):
+        calls = [partial(np.matmul, a[i:j], b, out=out[i:j]) for i, j in _row_blocks(out, threads)]
+        return free_shares([[call] * threads for call in calls])
+    if rows >= columns:
+        calls = [partial(np.matmul, a[i:j], b, out=out[i:j]) for i, j in split(rows, threads)]
     else:
-        calls = [partial(np.matmul, a, b[:, i:j], out=out[:, i:j]) for i, j in split(columns, blocks)]
-    if len(calls) <= threads:
-        return fixed_shares([[call] for call in calls])
-    return free_shares([[call] * threads for call in calls])
+        calls = [partial(np.matmul, a, b[:, i:j], out=out[:, i:j]) for i, j in split(columns, threads)]
+    return fixed_shares([[call] for call in calls])
+
+
+def is_all_result(rows: int, inner: int, columns: int, itemsize: int) -> bool:
+    """Whether the result is far larger than the operands, so that it is made in blocks of rows that stay in cache."""
+    return inner < 256 and rows * columns * itemsize > 4 * BLOCK_BYTES
 
 
 def _small_columns(batch: int) -> int:
@@ -61,20 +63,75 @@ def _small_columns(batch: int) -> int:
 
 def _outer(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int) -> Call:
     """The gradient of a large weight matrix: ``a`` is [m, batch], ``b`` [batch, n], and the result is large."""
-    (rows, batch), columns = a.shape, b.shape[1]
-    width = _small_columns(batch)
     items = []
-    for start, stop in split(rows, max(threads, -(-out.nbytes // (BLOCK_BYTES * threads)))):
-        whole = start + (stop - start) // SMALL_ROWS * SMALL_ROWS
-        calls: list[Call] = []
-        for at in range(0, columns, width):
-            part, target = b[:, at : at + width], out[:, at : at + width]
-            if whole > start:
-                stack = a[start:whole].reshape(-1, SMALL_ROWS, batch)
-                calls.append(partial(np.matmul, stack, part, out=_stacked(target[start:whole])))
-            if whole < stop:
-                calls.append(partial(np.matmul, a[whole:stop], part, out=target[whole:stop]))
-        items.append([sequence(calls)] * threads)
+    for start, stop in _row_blocks(out, threads):
+        items.append([sequence(_small_products(a[start:stop], b, out[start:stop]))] * threads)
+    return free_shares(items)
+
+
+def _row_blocks(out: np.ndarray, threads: int) -> list[tuple[int, int]]:
+    """Rows of a large result in pieces of about BLOCK_BYTES, one for each thread at least; whole numbers of SMALL_ROWS."""
+    units = -(-len(out) // SMALL_ROWS)
+    pieces = split(units, max(threads, -(-out.nbytes // BLOCK_BYTES)))
+    return [(start * SMALL_ROWS, min(stop * SMALL_ROWS, len(out))) for start, stop in pieces]
+
+
+def _small_products(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> list[Call]:
+    """``out = a @ b`` for some rows of the result, as stacks of products that need no packing."""
+    (rows, batch), columns = a.shape, b.shape[1]
+    width, whole = _small_columns(batch), rows // SMALL_ROWS * SMALL_ROWS
+    calls: list[Call] = []
+    for at in range(0, columns, width):
+        part, target = b[:, at : at + width], out[:, at : at + width]
+        if whole:
+            stack = a[:whole].reshape(-1, SMALL_ROWS, batch)
+            calls.append(partial(np.matmul, stack, part, out=_stacked(target[:whole])))
+        if whole < rows:
+            calls.append(partial(np.matmul, a[whole:], part, out=target[whole:]))
+    return calls
+
+
+def _prefers_small(inner: int, out: np.ndarray) -> bool:
+    return (
+        out.dtype == np.float32 and inner <= SKINNY_ROWS and out.size >= SKINNY_SIZE and blas.core() in UNPACKED_CORES
+    )
+
+
+def descent_workspace(rows: int, columns: int, itemsize: int, threads: int) -> int:
+    """Bytes for ``compile_descent`` on a matrix of that shape: a block of rows a thread."""
+    if rows * columns == 0:
+        return 0
+    pieces = _row_blocks(np.broadcast_to(np.zeros((), f"V{itemsize}"), (rows, columns)), threads)
+    return threads * max(stop - start for start, stop in pieces) * columns * itemsize
+
+
+def compile_descent(
+    a: np.ndarray, b: np.ndarray, target: np.ndarray, rate: np.ndarray, threads: int, memory: np.ndarray
+) -> Call:
+    """``target[m, n] -= rate * (a[m, batch] @ b[batch, n])``: a gradient that is used up while it is in cache.
+
+    Where ``is_all_result``, bit for bit what ``compile_matmul`` of the product and the update after it give.
+    """
+    rows, columns = target.shape
+    if target.size == 0:
+        return sequence(())
+    pieces, room = _row_blocks(target, threads), descent_workspace(rows, columns, target.itemsize, 1)
+    spare = [memory[thread * room : (thread + 1) * room].view(target.dtype) for thread in range(threads)]
+    small = _prefers_small(a.shape[1], target)
+    items = []
+    for start, stop in pieces:
+        own, row = target[start:stop], []
+        for memory_of_thread in spare:
+            product = memory_of_thread[: own.size].reshape(own.shape)
+            calls = (
+                _small_products(a[start:stop], b, product)
+                if small
+                else [partial(np.matmul, a[start:stop], b, out=product)]
+            )
+            calls.append(partial(np.multiply, product, rate, out=product))
+            calls.append(partial(np.subtract, own, product, out=own))
+            row.append(sequence(calls))
+        items.append(row)
     return free_shares(items)
 
 

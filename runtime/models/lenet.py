@@ -10,8 +10,8 @@ from runtime.models.layers import Inputs, Layers, Network, classification, image
 
 @dataclass(frozen=True, slots=True)
 class LeNet:
-    """Images of 28 x 28 pixels (61,706 parameters) or fewer; below 20 pixels kernels are 3 x 3 and there is one dense layer
-    less."""
+    """Images of 28 x 28 pixels (61,706 parameters) or fewer. Below 20 pixels kernels are 3 x 3, there are four times the filters
+    and one dense layer less: 46,178 parameters for 8 x 8 pixels."""
 
     image: int = 28
     channels: int = 1
@@ -24,9 +24,9 @@ class LeNet:
     def build(self, layers: Layers, images: Output, labels: Output) -> Network:
         size = [scaled(units, self.width) for units in (6, 16, 120, 84)]
         if self.image < 20:
-            x = layers.conv(images, "conv1", 2 * size[0], 3, pool=(2, 2))
-            x = layers.conv(x, "conv2", 2 * size[1], 3, pool=(2, 2))
-            x = layers.dense(x, "fc3", size[3], activation="relu")
+            x = layers.conv(images, "conv1", 4 * size[0], 3, pool=(2, 2))
+            x = layers.conv(x, "conv2", 4 * size[1], 3, pool=(2, 2))
+            x = layers.dense(x, "fc3", size[2], activation="relu")
             return classification(layers.dense(x, "fc4", self.classes), labels)
         x = layers.conv(images, "conv1", size[0], 5, pool=(2, 2))
         x = layers.conv(x, "conv2", size[1], 5, padding="VALID", pool=(2, 2))

@@ -43,6 +43,7 @@ def run(engine: LocalEngine, fetches: Sequence[Output | Node], feeds: Mapping[Ou
     "name, count, tensors",
     [
         ("lenet", 61_706, 10),
+        ("lenet_digits", 46_178, 8),
         ("alexnet", 61_640_936, 16),
         ("alexnet_torchvision", 61_100_840, 16),
         ("vgg11", 132_863_336, 22),
