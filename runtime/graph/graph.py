@@ -169,11 +169,11 @@ class Graph:
         *inputs: Output | Node,
         name: str | None = None,
         device: str | None = None,
-        control: Sequence[Node] = (),
+        control: Sequence[Node | Output] = (),
         colocate: str | None = None,
         **attrs: Any,
     ) -> Node:
-        """Append a node. Its shape is inferred now; ShapeError names the node and the shapes.
+        """Append a node. Its shape is inferred now; ShapeError names the node and the shapes, GraphError what else cannot be.
 
         Without ``name`` one is made from the op's (``MatMul``, ``MatMul_1``); a given one must be free. ``device`` "" leaves the
         choice to placement; None takes the ``device`` block around. ``colocate`` None likewise takes that of the
@@ -190,7 +190,7 @@ class Graph:
             raise GraphError(f"node name {full!r} must match {_NAME.pattern}")
         where = self._device[-1] if device is None else _checked_device(device)
         taken = tuple(self._own(full, value) for value in inputs)
-        before = (*self._control[-1], *control)
+        before = (*self._control[-1], *_nodes(control))
         for node in before:
             if node.graph is not self:
                 raise GraphError(f"node {full}: control input {node.name} belongs to another graph")
@@ -202,6 +202,9 @@ class Graph:
             raise type(error)(f"node {full} ({cls.name}) with inputs {shapes}: {error}") from None
         except KeyError as error:
             raise GraphError(f"node {full} ({cls.name}) lacks the attribute {error}") from None
+        except (TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
+            # An op's shape rule trusts the kinds of its attributes; wrong ones break it in all these ways.
+            raise GraphError(f"node {full} ({cls.name}) has attributes that its op cannot use: {error}") from error
         node = Node(
             self,
             len(self.nodes),
@@ -270,8 +273,9 @@ class Graph:
             self._device.pop()
 
     @contextmanager
-    def colocate_with(self, node: Node) -> Iterator[None]:
+    def colocate_with(self, node: Node | Output) -> Iterator[None]:
         """Nodes added inside are placed where ``node`` is, whatever placement decides for it."""
+        (node,) = _nodes([node])
         self._colocate.append(node.colocate or node.name)
         self._device.append(node.device)
         try:
@@ -290,9 +294,9 @@ class Graph:
             self._scope.pop()
 
     @contextmanager
-    def control_dependencies(self, nodes: Sequence[Node]) -> Iterator[None]:
+    def control_dependencies(self, nodes: Sequence[Node | Output]) -> Iterator[None]:
         """Nodes added inside run after ``nodes``."""
-        self._control.append((*self._control[-1], *nodes))
+        self._control.append((*self._control[-1], *_nodes(nodes)))
         try:
             yield
         finally:
@@ -352,6 +356,15 @@ def current_graph() -> Graph:
         raise GraphError("no graph is current; build inside `with graph.as_default():`")
     assert isinstance(graph, Graph)
     return graph
+
+
+def _nodes(values: Sequence[Node | Output]) -> tuple[Node, ...]:
+    """Nodes as they are, outputs' nodes; GraphError for anything else."""
+    nodes = tuple(value.node if isinstance(value, Output) else value for value in values)
+    for node in nodes:
+        if not isinstance(node, Node):
+            raise GraphError(f"{node!r} is neither a node nor an output of a graph")
+    return nodes
 
 
 def _checked_device(device: str) -> str:

@@ -143,6 +143,8 @@ def _normal(key: str, value: Any) -> Any:
     if isinstance(value, np.bool_):
         return bool(value)
     if isinstance(value, int | np.integer):
+        if not _INT64.min <= value <= _INT64.max:
+            raise GraphError(f"attribute {key}={value} does not fit 64 bits")
         return int(value)
     if isinstance(value, float | np.floating):
         return float(value)
@@ -156,6 +158,7 @@ def _normal(key: str, value: Any) -> Any:
     )
 
 
+_INT64 = np.iinfo(np.int64)
 _REGISTRY: dict[str, type[Op]] = {}
 
 

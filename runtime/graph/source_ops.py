@@ -76,6 +76,11 @@ class Fill(_Source):
 
 def placeholder(shape: Sequence[int], dtype: Any = np.float32, name: str | None = None) -> Output:
     """A tensor that is fed. Added to the current graph (``Graph.as_default``)."""
+    if any(size is None for size in shape):
+        raise ShapeError(
+            f"placeholder {name or ''} of shape {tuple(shape)}: shapes are static here; for another batch size build a second "
+            f"tower on the same variables"
+        )
     return current_graph().add("Placeholder", name=name, shape=tuple(shape), dtype=dtype_of(dtype)).out
 
 

@@ -117,6 +117,15 @@ def test_blocks_nest_and_end(graph: Graph) -> None:
     assert e.colocate == f.colocate == b.name
 
 
+def test_an_output_stands_for_its_node_in_blocks_and_control_inputs(graph: Graph) -> None:
+    x = ops.placeholder((2,), name="x")
+    with graph.control_dependencies([x]), graph.colocate_with(x):
+        y = graph.add("NoOp", control=[x])
+    assert y.control == (x.node,) and y.colocate == "x"
+    with pytest.raises(GraphError, match="'x' is neither a node nor an output"):
+        graph.add("NoOp", control=["x"])  # type: ignore[list-item]
+
+
 def test_operators_take_numbers_and_arrays(graph: Graph) -> None:
     x = ops.placeholder((2,), name="x")
     array = np.array([3.0, 4.0])
@@ -194,6 +203,14 @@ def test_missing_and_impossible_attributes(graph: Graph) -> None:
         graph.add("Cast", x)
     with pytest.raises(GraphError, match=r"attribute value=.* cannot be stored in a graph"):
         graph.add("Fill", shape=(1,), dtype=np.float32, value=object())
+    with pytest.raises(
+        GraphError, match=r"node Reshape \(Reshape\) has attributes that its op cannot use: invalid literal"
+    ):
+        graph.add("Reshape", x, shape="wide")
+    with pytest.raises(GraphError, match="attribute seed=.* does not fit 64 bits"):
+        graph.add("Dropout", x, rate=0.5, seed=1 << 70)
+    with pytest.raises(ShapeError, match=r"placeholder y of shape \(None, 3\): shapes are static here"):
+        ops.placeholder((None, 3), name="y")  # type: ignore[arg-type]
     array = np.arange(3)
     attrs = normal_attrs({"a": [1, np.int64(2)], "b": [1, 2.5], "c": np.float32(0.5), "d": np.float16, "e": array})
     assert (attrs["a"], attrs["b"], attrs["c"], attrs["d"]) == ((1, 2), (1.0, 2.5), 0.5, np.dtype(np.float16))
@@ -309,7 +326,13 @@ def test_malformed_graphs_are_refused_with_the_nodes_name() -> None:
         bad_tensor(message)
         message.nodes[0].attributes["value"].tensor.shape.sizes[:] = [1 << 62, 1 << 62]
 
+    def hollow(message: graph_pb2.Graph) -> None:
+        bad_tensor(message)
+        message.nodes[0].attributes["value"].tensor.content = b""
+        message.nodes[0].attributes["value"].tensor.shape.sizes[:] = [0, 1 << 62]
+
     cases = [
+        (hollow, "node x: .* is no array"),
         (lambda m: setattr(m.nodes[0], "op", "Evil"), "unknown op 'Evil'"),
         (lambda m: setattr(m.nodes[1], "name", "x"), "node name 'x' is taken"),
         (lambda m: setattr(m.nodes[1], "device", "/dev/null"), "is not of the form"),
