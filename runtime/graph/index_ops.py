@@ -121,7 +121,9 @@ class OneHot(Op):
     def compile(
         inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
     ) -> Call | None:
-        columns = np.arange(attrs["depth"]).astype(inputs[0].dtype)
+        # Of a dtype that holds both: of the indices' own alone, columns beyond its range would begin anew.
+        last = np.min_scalar_type(max(0, attrs["depth"] - 1))
+        columns = np.arange(attrs["depth"], dtype=np.promote_types(inputs[0].dtype, last))
         return partial(np.equal, inputs[0][..., np.newaxis], columns, outputs[0], casting="unsafe")
 
 

@@ -70,6 +70,7 @@ VALUES: list[tuple[str, Any, Any, tuple[np.ndarray, ...]]] = [
     ("pad", lambda x: ops.pad(x, [(1, 2), (0, 1)]), lambda x: np.pad(x, [(1, 2), (0, 1)]), (A,)),
     ("gather", ops.gather, lambda t, i: t[i], (A, np.array([[2, 0], [2, 2]]))),
     ("one_hot", lambda x: ops.one_hot(x, 3), lambda x: (x[:, None] == np.arange(3)).astype(np.float32), (MORE,)),
+    ("one_hot wide", lambda x: ops.one_hot(x, 300, np.float64), lambda x: np.eye(300)[x], (MORE.astype(np.uint8) % 7,)),
     ("zeros_like", ops.zeros_like, np.zeros_like, (A,)),
     ("ones_like", ops.ones_like, np.ones_like, (COUNTS,)),
     ("identity", ops.identity, np.array, (A,)),
