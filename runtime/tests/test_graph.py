@@ -207,7 +207,7 @@ def test_missing_and_impossible_attributes(graph: Graph) -> None:
         GraphError, match=r"node Reshape \(Reshape\) has attributes that its op cannot use: invalid literal"
     ):
         graph.add("Reshape", x, shape="wide")
-    with pytest.raises(GraphError, match="attribute seed=.* does not fit 64 bits"):
+    with pytest.raises(GraphError, match=r"attribute seed=.* does not fit 64 bits"):
         graph.add("Dropout", x, rate=0.5, seed=1 << 70)
     with pytest.raises(ShapeError, match=r"placeholder y of shape \(None, 3\): shapes are static here"):
         ops.placeholder((None, 3), name="y")  # type: ignore[arg-type]
