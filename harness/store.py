@@ -272,7 +272,9 @@ def _write_table(path: Path, table: pa.Table) -> None:
 
     marked = table.replace_schema_metadata({_SCHEMA_KEY: str(records.SCHEMA_VERSION)})
     buffer = io.BytesIO()
-    pq.write_table(marked, buffer, compression="zstd")
+    # A table of a few rows is read faster without dictionaries and statistics, and a thousand of them are read at once.
+    small = marked.num_rows < 1000
+    pq.write_table(marked, buffer, compression="zstd", use_dictionary=not small, write_statistics=not small)
     records.write_atomically(path, buffer.getvalue())
 
 

@@ -46,13 +46,13 @@ class FanInParams:
 
 
 class Outbox:
-    """What a worker offers to the servers: tensors of one generation, each asked for once; asking may come first."""
+    """What a worker offers to the servers: tensors of one generation, each asked for once a server; asking may come first."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         self._arrays = arrays
         self._guard = threading.Lock()
         self._generation = 0
-        self._waiting: dict[tuple[int, str], Reply] = {}
+        self._waiting: list[tuple[int, str, Reply]] = []
         self._left = 0
         self._taken = threading.Event()
         self._closed = False
@@ -67,7 +67,7 @@ class Outbox:
                 reply(ConfigError(f"no tensor is called {name!r} here"))
                 return
             elif int(generation) > self._generation:
-                self._waiting[int(generation), name] = reply
+                self._waiting.append((int(generation), name, reply))
                 return
             else:
                 error = None
@@ -79,18 +79,18 @@ class Outbox:
             self._generation += 1
             self._left = len(self._arrays) * servers
             self._taken = taken = threading.Event()
-            due = [key for key in self._waiting if key[0] <= self._generation]
-            replies = [(self._waiting.pop(key), self._arrays[key[1]]) for key in due]
-        for reply, array in replies:
-            reply(Lease(array, self._released))
+            due = [item for item in self._waiting if item[0] <= self._generation]
+            self._waiting = [item for item in self._waiting if item[0] > self._generation]
+        for _, name, reply in due:
+            reply(Lease(self._arrays[name], self._released))
         return taken
 
     def close(self) -> None:
         """Refuse what is waited for and whatever comes later."""
         with self._guard:
             self._closed = True
-            waiting, self._waiting = self._waiting, {}
-        for reply in waiting.values():
+            waiting, self._waiting = self._waiting, []
+        for _, _, reply in waiting:
             reply(ChannelClosedError("the worker has ended"))
 
     def _released(self) -> None:

@@ -1,0 +1,37 @@
+import json
+
+from harness import counters, doctor, environment
+
+
+def test_the_environment_is_json_and_names_no_person_or_path():
+    about = environment.describe()
+    text = json.dumps(about)
+    assert about["cpus"] >= 1
+    assert about["packages"]["numpy"]
+    for word in ("/home", "/root", "/tmp"):
+        assert word not in text
+
+
+def test_the_identity_ignores_what_changes_from_run_to_run():
+    about = environment.describe()
+    assert environment.identity(about) == environment.identity({**about, "load": [99, 99, 99]})
+    assert environment.identity(about) != environment.identity({**about, "kernel": "another"})
+
+
+def test_counters_before_and_after():
+    before = counters.snapshot()
+    sum(range(200_000))
+    found = {counter.name: counter for counter in counters.differences(before, counters.snapshot())}
+    assert found["clock.monotonic"].after > found["clock.monotonic"].before
+    assert found["cpu.user"].unit == "ns"
+    assert found["memory.peak_rss"].unit == "bytes"
+    assert {name.split(".")[0] for name in found} <= {"cpu", "clock", "switches", "faults", "memory", "net", "rdma"}
+
+
+def test_the_doctor_gives_a_remedy_for_what_it_finds_wrong():
+    checks = doctor.examine()
+    assert {check.state for check in checks} <= {"ok", "warn", "no", "info"}
+    for check in checks:
+        assert check.finding
+        if check.state == "no" and check.name.startswith(("soft-RoCE", "locked")):
+            assert check.remedy
