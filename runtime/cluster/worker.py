@@ -117,7 +117,8 @@ class Worker:
 
     def register(self, request: pb.RegisterRequest) -> pb.RegisterReply:
         """Compile a partition; its static edges' slots are offered to their producers."""
-        self._renew(request.session)
+        if request.master != self.task:  # a master in this very process sends no heartbeats, and needs none
+            self._renew(request.session)
         self._drop_dead_sessions()
         part = Partition.of(self.task, load_graph(request.partition), request.fetches)
         if set(part.feeds) != set(request.feeds):
@@ -198,6 +199,11 @@ class Worker:
                     self.transports.channel(peer, name, deadline), peer.incarnation, name
                 )
         graph.watches = [self._watch(peer) for peer in graph.peers.values()]
+        if (
+            self._graphs.get(graph.handle) is not graph
+        ):  # it was dropped meanwhile, when there was nothing to unwatch yet
+            for watch in graph.watches:
+                self.health.unwatch(watch)
 
     # The masters' view: steps.
 
@@ -206,6 +212,10 @@ class Worker:
     ) -> list[np.ndarray]:
         """One step of a registered partition, on this thread. The fetches are the caller's own."""
         graph = self._graph(handle)
+        if len(feeds) != len(graph.feeds):
+            raise GraphError(
+                f"graph {handle} reads {', '.join(graph.feeds) or 'no feeds'} and was fed {len(feeds)} tensors"
+            )
         if not graph.guard.acquire(blocking=False):
             raise GraphError(f"graph {handle} already runs step {graph.running:#x} at {self.task}")
         try:
@@ -213,13 +223,13 @@ class Worker:
                 if watch.lost is not None:
                     raise watch.lost
             graph.running = step
+            self._graph(handle)  # whoever drops the graph from here on sees that the step runs, and aborts it
             graph.steps.append(step)
             rendezvous = self.rendezvous.begin(step, graph.routes, generation=generation, deadline=deadline)
             try:
-                return graph.executor.run(step, rendezvous, dict(zip(graph.feeds, feeds, strict=True)), deadline)
+                return graph.executor.run(step, rendezvous, dict(zip(graph.feeds, feeds)), deadline)
             except BaseException as error:
-                self.rendezvous.abort(step, error)
-                self.resources.cancel(step, error)
+                self.abort(step, error)
                 lost = error.__cause__ if isinstance(error, StepAbortedError) else error
                 if isinstance(lost, PeerLostError):
                     _LOG.warning("%s: step %#x failed: %s", self.task, step, lost)
@@ -228,12 +238,10 @@ class Worker:
             graph.running = 0
             graph.guard.release()
 
-    def abort(self, step: int, reason: BaseException, running: bool = False) -> None:
-        """Give a step up; ``running``: only if it runs here."""
-        runs = any(graph.running == step for graph in list(self._graphs.values()))
-        if runs or not running:
-            self.rendezvous.abort(step, reason)
-            self.resources.cancel(step, reason)
+    def abort(self, step: int, reason: BaseException) -> None:
+        """Give a step up: its waits here fail, and it cannot begin any more."""
+        self.rendezvous.abort(step, reason)
+        self.resources.cancel(step, reason)
 
     def cleanup(self, steps: list[int]) -> None:
         for step in steps:
@@ -354,8 +362,7 @@ class Worker:
         for graph in list(self._graphs.values()):
             step = graph.running
             if task in graph.peers and step:
-                self.rendezvous.abort(step, error)
-                self.resources.cancel(step, error)
+                self.abort(step, error)
             if graph.master == task:
                 orphans.setdefault(graph.session, []).append(graph.handle)
         self.transports.drop(task, error)
@@ -392,7 +399,7 @@ class Worker:
 
     def _drop_graph(self, graph: RegisteredGraph, reason: BaseException) -> None:
         if graph.running:
-            self.rendezvous.abort(graph.running, reason)
+            self.abort(graph.running, reason)
         for watch in graph.watches:
             self.health.unwatch(watch)
         with graph.guard:  # the step that was aborted has left

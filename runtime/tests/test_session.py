@@ -251,6 +251,20 @@ def test_what_a_session_registered_goes_with_it() -> None:
         assert [server.worker.rendezvous.running() for server in servers.values()] == [[], []]
 
 
+def test_a_master_in_its_own_task_keeps_its_graphs_without_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster() as servers:
+        graph = Graph()
+        _, x, added = counter(graph)
+        with graph.as_default():
+            twice = mul(x, 2.0)
+        with Session(graph, servers[WORKER]) as trains, Session(graph, servers[WORKER]) as evaluates:
+            trains.run([added, twice], {x: ones})
+            monkeypatch.setattr("runtime.cluster.worker.LEASE_S", 0.0)
+            evaluates.run(twice, {x: ones})
+            monkeypatch.setattr("runtime.cluster.worker.LEASE_S", 120.0)
+            np.testing.assert_array_equal(trains.run([added, twice], {x: ones})[0], 2 * ones)
+
+
 def test_a_step_that_waits_in_vain_ends_at_its_deadline_and_the_next_one_runs() -> None:
     with cluster() as servers:
         graph = Graph()
