@@ -53,13 +53,18 @@ class Arena:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.poison = poison
         self.fd: int | None = None
-        if shared:
-            self.fd = os.memfd_create("verbflow-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.fd, self.nbytes)
-            _seal_size(self.fd)
-            mapping = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED)
-        else:
-            mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            if shared:
+                self.fd = os.memfd_create("verbflow-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                os.ftruncate(self.fd, self.nbytes)
+                _seal_size(self.fd)
+                mapping = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED)
+            else:
+                mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            if self.fd is not None:
+                os.close(self.fd)
+            raise ArenaFullError(f"{self.nbytes} bytes of memory cannot be had: {error}") from error
         with contextlib.suppress(OSError, AttributeError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self._map: mmap.mmap | None = mapping
