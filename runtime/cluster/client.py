@@ -68,10 +68,21 @@ class WorkerClient:
             raise translate(error, method, self.task, self.address, deadline.elapsed()) from error
 
     def upload(self, method: str, requests: Iterable[Any], deadline: Deadline) -> Any:
-        """A call that streams its requests."""
+        """A call that streams its requests; an error of theirs ends the call and is raised as it is."""
+        own: list[Exception] = []
+
+        def sent() -> Iterator[Any]:
+            try:
+                yield from requests
+            except Exception as error:
+                own.append(error)
+                raise
+
         try:
-            return self._method(method)(iter(requests), timeout=deadline.remaining(), metadata=self._metadata)
+            return self._method(method)(sent(), timeout=deadline.remaining(), metadata=self._metadata)
         except grpc.RpcError as error:
+            if own:
+                raise own[0] from error
             raise translate(error, method, self.task, self.address, deadline.elapsed()) from error
 
     def open_steps(self) -> StepStream:

@@ -101,7 +101,11 @@ class TransportSet:
             raise UnavailableError(f"transport {name} cannot run here: this task's arena is not shared memory")
         options = Options(self._token, self._bind, self._task, dict(self._params.get(name, {})))
         transport = open_transport(name, options, self._arena, self._tracer)
-        self._addresses[name] = transport.listen(self._source)
+        try:
+            self._addresses[name] = transport.listen(self._source)
+        except BaseException:
+            transport.close()
+            raise
         self._transports[name] = transport
 
     @property

@@ -60,20 +60,24 @@ class Server:
         self._ended = threading.Event()
         self._closed = False
         arena = Arena(arena_bytes, shared=wants_shared_arena(transport), poison=poison)
-        if touch:
-            arena.touch()
-        self.worker = Worker(
-            self.name,
-            arena=arena,
-            transport=transport,
-            token=token,
-            bind=bind,
-            threads=threads,
-            tls=tls,
-            params=params,
-            settings=self.settings,
-            poison=poison,
-        )
+        try:
+            if touch:
+                arena.touch()
+            self.worker = Worker(
+                self.name,
+                arena=arena,
+                transport=transport,
+                token=token,
+                bind=bind,
+                threads=threads,
+                tls=tls,
+                params=params,
+                settings=self.settings,
+                poison=poison,
+            )
+        except BaseException:
+            arena.close()
+            raise
         self.worker.on_shutdown(self._ended.set)
         try:
             self._control = ControlServer(self.worker, f"{bind}:{port}", token, tls)

@@ -23,6 +23,8 @@ from runtime.cluster.server import Server
 from runtime.cluster.spec import ClusterSpec, parse_task, task_name
 from runtime.deadline import Deadline
 from runtime.errors import (
+    ArenaFullError,
+    CheckpointError,
     ConfigError,
     CorruptMessageError,
     GraphError,
@@ -32,6 +34,8 @@ from runtime.errors import (
     UnauthenticatedError,
     UnknownGraphError,
 )
+from runtime.graph.graph import Graph
+from runtime.graph.serialize import dump_graph
 from runtime.testing import pattern
 
 TOKEN = "a-token-of-this-run"
@@ -220,6 +224,37 @@ def test_malformed_and_absurd_messages_do_no_harm(server: Server, client: Worker
     with pytest.raises(UnknownGraphError, match=r"knows no graph nonsense"):
         client.open_steps().start(pb.RunRequest(handle="nonsense", step=1, timeout_s=1)).result(soon())
     assert status(client).task == server.name
+
+
+def test_a_partition_larger_than_any_memory_and_a_step_with_too_few_feeds_are_refused(
+    server: Server, client: WorkerClient
+) -> None:
+    for size in (1 << 45, 2):
+        graph = Graph()
+        graph.add("Placeholder", name="x", device=server.name, shape=(size,), dtype=np.dtype(np.float32))
+        request = pb.RegisterRequest(handle=f"h{size}", partition=dump_graph(graph), feeds=["x"], fetches=["x:0"])
+        if size == 2:
+            client.call("RegisterGraph", request, soon())
+        else:
+            with pytest.raises(ArenaFullError, match=r"bytes of memory cannot be had"):
+                client.call("RegisterGraph", request, soon())
+    with pytest.raises(GraphError, match=r"graph h2 reads x and was fed 0 tensors"):
+        client.open_steps().start(pb.RunRequest(handle="h2", step=1, timeout_s=1)).result(soon())
+
+
+def test_an_error_in_what_is_sent_is_raised_as_it_is(client: WorkerClient) -> None:
+    def broken() -> Iterator[pb.VariableChunk]:
+        yield from chunks("", "v", np.zeros(2, np.float32))
+        raise CheckpointError("damaged")
+
+    with pytest.raises(CheckpointError, match="damaged"):
+        client.upload("RestoreVariables", broken(), soon())
+    assert not client.call("ListVariables", pb.VariablesRequest(), soon()).nbytes
+
+
+def test_a_server_that_cannot_be_made_leaves_nothing(server: Server) -> None:
+    with pytest.raises(ConfigError, match="options for an unknown transport 'pigeon'"):
+        Server(server.cluster, "ps", 0, token=TOKEN, arena_bytes=1 << 20, params={"pigeon": {}})
 
 
 def test_a_message_beyond_the_limit_is_refused(
