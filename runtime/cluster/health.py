@@ -23,7 +23,7 @@ TIMEOUT_S = 10.0
 _REFUSALS = 2
 
 
-@dataclass
+@dataclass(eq=False)
 class Watch:
     """One watched peer. ``lost`` is set once, and stays."""
 

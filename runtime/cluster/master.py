@@ -99,7 +99,7 @@ class Master:
                     offers[producer][consumer] = offer
             binds = {name: pb.BindRequest(handle=handle, offers=offers[name]) for name in names}
             self._all("BindEdges", binds, deadline)
-        except VerbflowError:
+        except BaseException:
             self._forget(handle, names)
             raise
         self._watch(names, status)
@@ -125,8 +125,8 @@ class Master:
             outcome = Outcome(step, [part.task for part in registration.parts])
             with self._guard:
                 self._running[step] = outcome
-                lost = [watch.lost for name, watch in self._watches.items() if watch.lost is not None]
-                lost = [error for error in lost if any(error.args[0].startswith(f"{t.name} ") for t in outcome.tasks)]
+                names = {task.name for task in outcome.tasks}
+                lost = [watch.lost for name, watch in self._watches.items() if watch.lost is not None and name in names]
             try:
                 if lost:
                     raise lost[0]
