@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.errors import GraphError
-from runtime.future import Future, completed, failed
+from runtime.future import Future, failed
 from runtime.tensor import TensorSpec
 
 
@@ -75,7 +75,7 @@ class TensorQueue:
             finished = self._move()
         for done in finished:
             done.set_result(None)
-        return completed(None) if waiter.future.done() else waiter.future
+        return waiter.future
 
     def _move(self) -> list[Future[None]]:
         finished: list[Future[None]] = []
