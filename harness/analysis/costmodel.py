@@ -20,6 +20,8 @@ from harness.analysis.simulation import Layer, Network, simulate, training_step
 SIMULATED_WORKERS = 16
 # Enough global steps a worker for the phases to mix, few enough to draw a curve in seconds.
 STEPS_A_WORKER = 12
+# Between processes of one machine both ends of a stream work at once; pieces of this size let them.
+PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +91,16 @@ class Workload:
         return self.forward_seconds + self.backward_seconds
 
 
-def one_machine(fit: TransferFit) -> Network:
-    """The network between processes of one machine, where moving a byte is work of a core, half at each end, and there is
-    no wire: use with ``cores``. ``fit`` is of a transfer with both ends on the machine."""
-    return Network(
-        bandwidth=float("inf"),
-        message_seconds=fit.alpha / 2,
-        byte_seconds=0.5 / fit.beta,
-    )
+def one_machine(fit: TransferFit, processor: TransferFit | None = None) -> Network:
+    """The network between processes of one machine, where moving a byte is work of a core and there is no wire: use with
+    ``cores``. ``fit`` is of a transfer with both ends on the machine.
+
+    ``processor`` is of the processor time that each end spends on it, where both ends work at the same time (a socket).
+    Without it the transfer is one copy by the thread that sends.
+    """
+    if processor is None:
+        return Network(float("inf"), message_seconds=fit.alpha, byte_seconds=1 / fit.beta, inline=True)
+    return Network(float("inf"), message_seconds=processor.alpha, byte_seconds=1 / processor.beta)
 
 
 def between_machines(fit: TransferFit) -> Network:
@@ -140,6 +144,8 @@ def predict(
                 workload.backward_seconds,
                 workload.apply_seconds_per_byte,
                 workload.overlap,
+                sessions=cores is not None,
+                piece_bytes=PIECE_BYTES if cores is not None and not network.inline else None,
             )
             for rank in range(workers)
         ]

@@ -26,13 +26,15 @@ from functools import partial
 @dataclass(frozen=True, slots=True)
 class Network:
     """One kind of link. ``latency`` is added to each transfer once; ``message_seconds`` is processor time that each transfer
-    takes at the sending *and* at the receiving host (syscalls, copies, completion handling), ``byte_seconds`` the same a byte."""
+    takes at the sending *and* at the receiving host (syscalls, copies, completion handling), ``byte_seconds`` the same a byte.
+    ``inline``: the thread that sends spends both by itself, and the receiver nothing (a copy into mapped memory)."""
 
     bandwidth: float
     latency: float = 0.0
     message_seconds: float = 0.0
     byte_seconds: float = 0.0
     contention: float = 0.0
+    inline: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,14 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """``nbytes`` from host ``src`` to host ``dst`` after everything in ``after`` is done."""
+    """``nbytes`` from host ``src`` to host ``dst`` after everything in ``after`` is done. ``thread``: which of the host's
+    threads sends, where that matters; the host's only one by default."""
 
     src: str
     dst: str
     nbytes: int
     after: tuple[int, ...] = ()
+    thread: str = ""
 
 
 Step = Sequence[Operation | Transfer]
@@ -219,7 +223,8 @@ class _Simulation:
             self._start_flow(channel)
 
         if overhead:
-            self._compute(_handler(item.src), overhead, enqueue)
+            sender = (item.thread or item.src) if self.network.inline else _handler(item.src)
+            self._compute(sender, overhead, enqueue)
         else:
             enqueue()
 
@@ -295,7 +300,7 @@ class _Simulation:
         overhead = self.network.message_seconds + self.network.byte_seconds * item.nbytes
 
         def arrived() -> None:
-            if overhead:
+            if overhead and not self.network.inline:
                 self._compute(_handler(dst), overhead, lambda: self._done(instance, index))
             else:
                 self._done(instance, index)
@@ -345,6 +350,8 @@ def training_step(
     backward_seconds: float,
     apply_seconds_per_byte: float = 0.0,
     overlap: bool = True,
+    sessions: bool = False,
+    piece_bytes: int | None = None,
 ) -> list[Operation | Transfer]:
     """One worker's step of parameter-server training as items for ``simulate``.
 
@@ -352,17 +359,27 @@ def training_step(
     as soon as their layer's backward pass has made them, and the server applies each on arrival. A layer's compute is its
     share of FLOPs. Servers take the layers' tensors greedily, largest first, each to the least loaded. With ``overlap``
     False all weights come first, then all compute, then all gradients: the lower end of what a runtime does.
+
+    ``sessions``: a server works for each worker on a thread of its own. ``piece_bytes``: transfers go in pieces of at most so
+    many bytes, so that sender, wire and receiver work on one tensor at the same time.
     """
     home = _greedy(servers, [layer.nbytes for layer in layers])
     flops = sum(layer.flops for layer in layers) or 1.0
     step: list[Operation | Transfer] = []
-    pulls = []
-    for layer, server in zip(layers, home, strict=True):
-        pulls.append(len(step))
-        step.append(Transfer(server, worker, layer.nbytes))
-    before: tuple[int, ...] = () if overlap else tuple(pulls)
+
+    def thread(server: str) -> str:
+        return f"{server}/{worker}" if sessions else server
+
+    def move(src: str, dst: str, nbytes: int, after: tuple[int, ...], sender: str) -> tuple[int, ...]:
+        first = len(step)
+        for begin in range(0, max(nbytes, 1), piece_bytes or max(nbytes, 1)):
+            step.append(Transfer(src, dst, min(nbytes - begin, piece_bytes or nbytes), after, sender))
+        return tuple(range(first, len(step)))
+
+    pulls = [move(server, worker, layer.nbytes, (), thread(server)) for layer, server in zip(layers, home, strict=True)]
+    before: tuple[int, ...] = () if overlap else tuple(index for pull in pulls for index in pull)
     for layer, pull in zip(layers, pulls, strict=True):
-        step.append(Operation(worker, forward_seconds * layer.flops / flops, (*before, pull) if overlap else before))
+        step.append(Operation(worker, forward_seconds * layer.flops / flops, (*before, *pull) if overlap else before))
         before = (len(step) - 1,)
     gradients = []
     for layer, server in reversed(list(zip(layers, home, strict=True))):
@@ -370,8 +387,8 @@ def training_step(
         before = (len(step) - 1,)
         gradients.append((server, layer.nbytes, before))
     for server, nbytes, ready in gradients:
-        step.append(Transfer(worker, server, nbytes, ready if overlap else before))
-        step.append(Operation(server, apply_seconds_per_byte * nbytes, (len(step) - 1,)))
+        arrived = move(worker, server, nbytes, ready if overlap else before, worker)
+        step.append(Operation(thread(server), apply_seconds_per_byte * nbytes, arrived))
     return step
 
 

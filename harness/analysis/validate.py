@@ -1,7 +1,7 @@
 """Validate: the cost model against steps that were measured on the same machine.
 
 The model is fitted to parts only: alpha and beta of each transport from ``transfer`` runs, the operations of a step from traces
-of processes that train alone (as many at once as there are workers, for they share caches and memory). It then predicts
+of processes that train alone (as many at once as there are cores, for they share caches and memory). It then predicts
 distributed steps that it has not seen.
 """
 
@@ -20,6 +20,8 @@ from harness.analysis.simulation import Layer
 
 EXPERIMENT = "paper/costmodel"
 MARGIN = 0.15
+# A sender copies by itself, into memory that the receiver shares.
+_COPIED = ("shm",)
 _GRADIENTS = "gradients/"
 _COLUMNS = ["model", "transport", "workers", "measured", "predicted", "error", "bottleneck"]
 
@@ -42,10 +44,25 @@ def fits(results: store.Results) -> dict[str, TransferFit]:
     return found
 
 
-def step_costs(results: store.Results) -> dict[int, StepCost]:
-    """Median cost of a step by number of processes that train alone at once, from their traces."""
+def processor_fits(results: store.Results) -> dict[str, TransferFit]:
+    """The same for the processor time of an end, the mean of both, from the transfers' counters."""
+    runs = results.runs[(results.runs["bench"] == "transfer") & (results.runs["status"] == "ok")]
+    spent = results.counters[results.counters["name"].isin(["cpu.user", "cpu.system"])]
+    spent = (spent["after"] - spent["before"]).groupby(spent["run_id"]).sum().rename("spent").reset_index()
+    both = runs.merge(spent, on="run_id")
+    both["seconds"] = both["spent"] * 1e-9 / both["iterations"] / 2
+    found = {}
+    for transport, own in both.groupby("transport"):
+        medians = own.groupby("nbytes")["seconds"].median()
+        found[str(transport)] = fit_transfer([int(size) for size in medians.index], medians.tolist())
+    return found
+
+
+def step_costs(results: store.Results) -> dict[bool, StepCost]:
+    """Median cost of a step by whether the variables lie in memory that peers can map, from traces of processes that train
+    alone, as many at once as there are cores."""
     runs = results.runs[(results.runs["bench"] == "alone") & (results.runs["status"] == "ok")]
-    spans = results.spans.merge(runs[["run_id", "processes"]], on="run_id")
+    spans = results.spans.merge(runs[["run_id", "shared"]], on="run_id")
     phase, backward = spans["phase"].astype(str), spans["name"].astype(str).str.startswith(_GRADIENTS)
     part = pd.Series("other", index=spans.index)
     part[(phase == "compute") & ~backward] = "forward"
@@ -53,14 +70,14 @@ def step_costs(results: store.Results) -> dict[int, StepCost]:
     part[phase == "apply"] = "apply"
     steps = (
         spans.assign(part=part)
-        .groupby(["processes", "run_id", "rank", "step", "part"], observed=True)["elapsed_ns"]
+        .groupby(["shared", "run_id", "rank", "step", "part"], observed=True)["elapsed_ns"]
         .sum()
         .unstack(fill_value=0)
     )
-    median = steps.groupby("processes").median() * 1e-9
+    median = steps.groupby("shared").median() * 1e-9
     return {
-        int(processes): StepCost(row.get("forward", 0.0), row.get("backward", 0.0), row.get("apply", 0.0))
-        for processes, row in median.iterrows()
+        bool(shared): StepCost(row.get("forward", 0.0), row.get("backward", 0.0), row.get("apply", 0.0))
+        for shared, row in median.iterrows()
     }
 
 
@@ -76,13 +93,15 @@ def validate(results: store.Results | None, paper: Printed | None = None) -> pd.
     if results is None:
         return pd.DataFrame(columns=_COLUMNS)
     layers = (paper or printed()).layers
-    networks = {name: one_machine(fit) for name, fit in fits(results).items()}
+    spent = processor_fits(results)
+    networks = {name: one_machine(fit, None if name in _COPIED else spent[name]) for name, fit in fits(results).items()}
     costs = step_costs(results)
     measured = frames.cells(results)
     rows = []
     for cell in measured[measured["bench"] == "training"].itertuples():
         batch, workers = int(cell.batch), int(cell.workers)
-        cost = costs.get(workers)
+        # Servers and workers keep all cores busy, however many workers there are.
+        cost = costs.get(cell.transport in _COPIED)
         if cost is None or cell.transport not in networks:
             continue
         prediction = predict(

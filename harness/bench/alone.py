@@ -13,7 +13,9 @@ import numpy as np
 
 from harness.bench.base import Benchmark, RankContext, VerificationError, parameter
 from runtime.execution.local import LocalEngine
+from runtime.execution.resources import Resources
 from runtime.graph.graph import Graph, Node, Output
+from runtime.memory.arena import ALIGNMENT, Arena
 from runtime.models import catalog
 from runtime.models.model import Model
 from runtime.training import schemes
@@ -26,6 +28,7 @@ class AloneParams:
     batch: int = parameter(8, "examples a step", at_least=1)
     processes: int = parameter(1, "processes that do the same at once", at_least=1, at_most=64)
     threads: int = parameter(1, "threads of a process's kernels", at_least=1, at_most=1024)
+    shared: bool = parameter(False, "variables in memory that peers could map, as a server's over shm", unit="flag")
     optimizer: str = parameter("sgd", "update rule", unit="text", choices=("sgd", "momentum", "adagrad", "adam"))
 
 
@@ -35,6 +38,7 @@ class AloneState:
     model: Model
     train: Node
     feeds: dict[Output, Any]
+    arena: Arena
 
 
 class Alone(Benchmark):
@@ -60,8 +64,10 @@ class Alone(Benchmark):
         with graph.as_default():
             model = catalog.build(p.model, p.batch)
             scheme = schemes.asynchronous(model.loss, optimizer(p.optimizer, 1e-3), model.parameters)
-        engine = LocalEngine(graph, threads=p.threads, tracer=ctx.tracer)
-        return AloneState(engine, model, scheme.train, random_feeds(model, ctx.rank))
+        arena = Arena(model.parameter_bytes + (len(model.parameters) + 64) * ALIGNMENT * 8, shared=p.shared)
+        arena.touch()
+        engine = LocalEngine(graph, resources=Resources(arena), threads=p.threads, tracer=ctx.tracer)
+        return AloneState(engine, model, scheme.train, random_feeds(model, ctx.rank), arena)
 
     def verify(self, ctx: RankContext, state: AloneState) -> None:
         """The loss is a number before and after a step."""
@@ -77,6 +83,7 @@ class Alone(Benchmark):
 
     def teardown(self, ctx: RankContext, state: AloneState) -> None:
         state.engine.close()
+        state.arena.close()
 
 
 def random_feeds(model: Model, seed: int) -> dict[Output, Any]:

@@ -112,6 +112,13 @@ class Stored:
 
     def __init__(self, runs, samples, spans):
         self.runs, self.samples, self.spans = runs, samples, spans
+        # Each end of a fetch works half of its time.
+        spent = [
+            (row.run_id, rank, "cpu.user", 0, 5 * (50_000 + int(row.nbytes) // 4))
+            for row in runs[runs["bench"] == "transfer"].itertuples()
+            for rank in (0, 1)
+        ]
+        self.counters = pd.DataFrame(spent, columns=["run_id", "rank", "name", "before", "after"])
         self.info = [{"environment": {"cpus_allowed": 2}}]
 
 
@@ -119,6 +126,7 @@ def validation_runs(step_ns):
     """Fetches of 0.1 ms and 2 GB/s, a step of 0.3 s alone, and a distributed step of ``step_ns``."""
     common = {
         "experiment": "paper/costmodel", "status": "ok", "fidelity": "loopback", "round": 0, "suspect": "", "order": 0,
+        "iterations": 5,
     }  # fmt: skip
     runs, samples = [], []
 
@@ -132,7 +140,7 @@ def validation_runs(step_ns):
 
     for nbytes in (1 << 12, 1 << 20, 1 << 24):
         add(f"t{nbytes}", int(1e5 + nbytes / 2), 1, bench="transfer", sweep="transfer", transport="shm", nbytes=nbytes)
-    add("alone", 300_000_000, 4, bench="alone", sweep="alone", processes=1)
+    add("alone", 300_000_000, 4, bench="alone", sweep="alone", shared=True)
     add(
         "step",
         step_ns,
@@ -161,7 +169,9 @@ def test_parts_are_fitted_and_steps_predicted(printed):
     results = validation_runs(500_000_000)
     fit = validate.fits(results)["shm"]
     assert (fit.alpha, fit.beta) == (pytest.approx(1e-4, rel=0.01), pytest.approx(2e9, rel=0.01))
-    cost = validate.step_costs(results)[1]
+    spent = validate.processor_fits(results)["shm"]
+    assert (spent.alpha, spent.beta) == (pytest.approx(5e-5, rel=0.01), pytest.approx(4e9, rel=0.01))
+    cost = validate.step_costs(results)[True]
     assert (cost.forward, cost.backward, cost.apply) == pytest.approx((0.1, 0.18, 0.02))
     (row,) = validate.validate(results, printed).itertuples()
     # Weights and gradients take a quarter of a second in all; some of it is hidden behind compute.
