@@ -18,7 +18,8 @@ from runtime.cluster.server import Server
 from runtime.cluster.spec import ClusterSpec, task_name
 from runtime.cluster.tasks import LocalTask, RemoteTask, Task
 from runtime.deadline import Deadline
-from runtime.errors import ConfigError, GraphError, ShapeError
+from runtime.errors import ConfigError, GraphError
+from runtime.execution.executor import fed_array
 from runtime.graph.graph import Graph, Node, Output
 from runtime.graph.partition import check_feeds
 from runtime.graph.placement import place
@@ -71,6 +72,8 @@ class Session:
             self.task = target.name
             tasks = _tasks(target.cluster, target.token, target.tls, target)
             health = target.worker.health
+        elif not isinstance(target, ClusterSpec):
+            raise ConfigError(f"a session's target is a Server, a ClusterSpec or None, not {target!r}")
         else:
             self.task = task_name("worker", 0) if "worker" in target.jobs else target.tasks[0]
             tasks = _tasks(target, token, tls, None)
@@ -225,7 +228,7 @@ class _Signature:
 
     def values(self, feeds: Mapping[Any, Any]) -> list[np.ndarray]:
         """Feeds in the order of the placeholders; ShapeError if one does not fit."""
-        return [_fed(node, value) for node, value in zip(self._feeds, feeds.values())]
+        return [fed_array(node.name, value, node.specs[0]) for node, value in zip(self._feeds, feeds.values())]
 
     def _flatten(self, graph: Graph, fetches: Any) -> Callable[[list[np.ndarray]], Any]:
         if isinstance(fetches, Mapping):
@@ -255,20 +258,6 @@ def _resolve(graph: Graph, value: Any, what: str) -> Any:
         raise GraphError(f"cannot {what} {value.name}: it belongs to another graph than this session's")
     if isinstance(value, Node) and (what == "feed" or value.specs):
         return value.out
-    return value
-
-
-def _fed(node: Node, value: Any) -> np.ndarray:
-    spec = node.specs[0]
-    if not isinstance(value, np.ndarray):
-        try:
-            value = np.asarray(value, spec.dtype)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ShapeError(f"placeholder {node.name} is {spec}; what was fed is no array of it: {error}") from None
-    if value.shape != spec.shape or value.dtype != spec.dtype:
-        raise ShapeError(
-            f"placeholder {node.name} is {spec}, fed was {value.dtype.name}[{', '.join(map(str, value.shape))}]"
-        )
     return value
 
 

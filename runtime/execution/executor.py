@@ -191,10 +191,8 @@ class Executor:
         pairs = []
         for name, target in targets.items():
             value = given[name]
-            if not isinstance(value, np.ndarray):
-                value = _as_array(name, value, target)
-            if value.shape != target.shape or value.dtype != target.dtype:
-                raise ShapeError(f"placeholder {name} is {TensorSpec.of(target)}, fed was {_describe(value)}")
+            if not isinstance(value, np.ndarray) or value.shape != target.shape or value.dtype != target.dtype:
+                value = fed_array(name, value, TensorSpec.of(target))
             pairs.append((target, value))
         return pairs
 
@@ -387,18 +385,19 @@ class _Trace:
         self._last = now
 
 
-def _as_array(name: str, value: object, target: np.ndarray) -> np.ndarray:
-    """Numbers and lists take the placeholder's dtype where that loses nothing but precision."""
-    try:
-        array = np.asarray(value)
-        if array.dtype != target.dtype and not np.can_cast(array.dtype, target.dtype, "same_kind"):
-            raise ShapeError(f"placeholder {name} is {TensorSpec.of(target)}, fed was {_describe(array)}")
-        return array.astype(target.dtype, copy=False)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ShapeError):
-            raise
-        raise ShapeError(f"placeholder {name} is {TensorSpec.of(target)}, fed was {type(value).__name__}") from error
-
-
-def _describe(array: np.ndarray) -> str:
-    return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
+def fed_array(name: str, value: object, spec: TensorSpec) -> np.ndarray:
+    """What is fed to placeholder ``name`` as an array of ``spec``: numbers and lists take its dtype where they keep their values
+    but for precision, arrays must have it. ShapeError otherwise."""
+    if not isinstance(value, np.ndarray):
+        try:
+            given = np.asarray(value)
+            if given.dtype.kind in "fc" and not np.can_cast(given.dtype, spec.dtype, "same_kind"):
+                raise TypeError(f"{given.dtype.name} would be cut off")
+            value = np.asarray(value, spec.dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ShapeError(f"placeholder {name} is {spec}; what was fed is no array of it: {error}") from None
+    if value.shape != spec.shape or value.dtype != spec.dtype:
+        raise ShapeError(
+            f"placeholder {name} is {spec}, fed was {value.dtype.name}[{', '.join(map(str, value.shape))}]"
+        )
+    return value

@@ -107,6 +107,9 @@ def test_fetched_arrays_belong_to_the_caller(session: Session) -> None:
 
 def test_what_cannot_be_run_is_refused_before_anything_runs(session: Session) -> None:
     total, x, added = counter(session.graph)
+    with session.graph.as_default():
+        i = placeholder((2,), np.int32, "i")
+        ints = add(i, i)
     other = Graph()
     with other.as_default():
         foreign = constant(1.0)
@@ -121,6 +124,7 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(session: Session) ->
         (added, {x: np.ones(5, np.float32)}, ShapeError, r"placeholder x is float32\[4\], fed was float32\[5\]"),
         (added, {x: np.ones(4, np.float64)}, ShapeError, r"fed was float64\[4\]"),
         (added, {x: ["a"] * 4}, ShapeError, "placeholder x is .*no array of it"),
+        (ints, {i: [1.5, 2]}, ShapeError, r"placeholder i is int32\[2\]; .* float64 would be cut off"),
         (added, {x: ones, "x": ones}, GraphError, "fed twice"),
     ):
         with pytest.raises(kind, match=message):
@@ -160,6 +164,11 @@ def test_steps_of_many_threads_do_not_mix(session: Session) -> None:
         thread.join()
     assert not wrong
     assert session.run(total)[0] == sum(number * 100 + step for number in range(4) for step in range(10))
+
+
+def test_a_session_needs_a_target_that_it_knows() -> None:
+    with pytest.raises(ConfigError, match="target is a Server, a ClusterSpec or None, not 'grpc://localhost:2222'"):
+        Session(Graph(), "grpc://localhost:2222")  # type: ignore[arg-type]
 
 
 def test_a_closed_session_says_so() -> None:
