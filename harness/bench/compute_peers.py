@@ -148,9 +148,9 @@ def serve(name: str, batch: int, threads: int) -> None:
     step()
     print("ready", file=answers, flush=True)
     for _ in sys.stdin:
-        begin = time.perf_counter_ns()
+        begin, used = time.perf_counter_ns(), time.process_time_ns()
         loss = step()
-        print(time.perf_counter_ns() - begin, loss, file=answers, flush=True)
+        print(time.perf_counter_ns() - begin, time.process_time_ns() - used, loss, file=answers, flush=True)
 
 
 class Contender:
@@ -184,13 +184,15 @@ class Contender:
         self._process.stdout.close()
         self._process.wait()
 
-    def step(self) -> tuple[int, float]:
-        """(nanoseconds, loss) of one step."""
+    def step(self) -> tuple[int, int]:
+        """Nanoseconds that one step took, and that it used of all processors together."""
         assert self._process.stdin is not None
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
-        nanoseconds, loss = self._answer().split()
-        return int(nanoseconds), float(loss)
+        took, used, loss = self._answer().split()
+        if not np.isfinite(float(loss)):
+            raise RuntimeError(f"{self.name} no longer trains: its loss is {loss}")
+        return int(took), int(used)
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -199,10 +201,11 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Nanoseconds of a step by contender, one a round, and why others are missing."""
+    """Nanoseconds of a step by contender, one a round, processor time likewise, and why others are missing."""
 
     batch: int
     rounds: Mapping[str, list[int]]
+    used: Mapping[str, list[int]]
     missing: Mapping[str, str]
 
     def speed(self, contender: str, reference: str) -> float:
@@ -228,20 +231,25 @@ def compare(batch: int, threads: int, rounds: int, peers: str) -> Comparison:
             else:
                 found.append(contender)
         times: dict[str, list[int]] = {contender.name: [] for contender in found}
+        used: dict[str, list[int]] = {contender.name: [] for contender in found}
         for contender in found:
             contender.step()
         for _ in range(rounds):
             for contender in found:
-                times[contender.name].append(contender.step()[0])
-        return Comparison(batch, times, missing)
+                took, processors = contender.step()
+                times[contender.name].append(took)
+                used[contender.name].append(processors)
+        return Comparison(batch, times, used, missing)
 
 
 def lines(comparison: Comparison) -> list[str]:
-    """A line a contender: median and fastest step, images a second, and how fast we are beside it."""
+    """A line a contender: median and fastest step, images a second, the least processor time of a step, and how fast we are beside
+    it: by the median of the rounds' ratios, and by the fastest steps."""
     text = [f"AlexNet step, 61.1 M parameters, batch {comparison.batch}"]
     for name, times in comparison.rounds.items():
         median, fastest = statistics.median(times) / 1e9, min(times) / 1e9
         line = f"  {name:<20}{median:7.3f} s ({fastest:.3f} s at best) {comparison.batch / median:7.1f} images/s"
+        line += f" {min(comparison.used[name]) / 1e9:6.2f} CPU s"
         if name != OWN and OWN in comparison.rounds:
             line += (
                 f"  {OWN} has {comparison.speed(OWN, name):.2f}x its speed ({comparison.best_speed(OWN, name):.2f}x)"
