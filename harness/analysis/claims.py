@@ -177,7 +177,8 @@ def _select(table: pd.DataFrame, where: Mapping[str, Any]) -> pd.DataFrame:
         return table.iloc[:0]
     keep = np.ones(len(table), bool)
     for column, value in where.items():
-        keep &= (table[column] == value).to_numpy()
+        # Columns of several experiments have gaps, which equal nothing.
+        keep &= (table[column] == value).to_numpy(bool, na_value=False)
     return table[keep]
 
 

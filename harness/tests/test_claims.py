@@ -57,6 +57,12 @@ def test_rows_of_another_fidelity_do_not_judge():
     assert "loopback" in judgement.reason
 
 
+def test_gaps_in_a_column_select_nothing():
+    tables = points(("a", 1, "hardware", 2.0), ("b", 1, "hardware", 1.0), ("a", None, "hardware", 9.0))
+    tables["points"]["workers"] = tables["points"]["workers"].astype("Int64")
+    assert judge(claim(of={"transport": "a", "workers": 1}), tables).value == 2.0
+
+
 def test_missing_rows_are_undetermined():
     assert judge(claim(), points(("a", 1, "hardware", 2.0))).verdict == UNDETERMINED
     assert judge(claim(), {}).verdict == UNDETERMINED
