@@ -31,7 +31,6 @@ class _Apply(Op):
     """Inputs: the variable, ``slots`` slots of its spec, the gradient, the learning rate (a scalar); no output."""
 
     stateful = True
-    long = True
     mutates: ClassVar[tuple[int, ...]] = (0,)
     slots = 0
     flops = 2  # an element
@@ -125,7 +124,6 @@ class ApplySGDProduct(Op):
     """
 
     stateful = True
-    long = True
     mutates = (0,)
 
     @staticmethod

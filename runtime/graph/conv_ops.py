@@ -60,8 +60,6 @@ def _memory(op: type[Op], inputs: Arrays, attrs: Attrs, context: KernelContext) 
 class Conv2D(Op):
     """Cross-correlation of images with a filter. Inputs: images, filter."""
 
-    long = True
-
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 2)
@@ -101,8 +99,6 @@ class Conv2D(Op):
 @register
 class Conv2DBackpropInput(Op):
     """Gradient of Conv2D for its images, which have ``shape``. Inputs: filter, gradient of the output."""
-
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -147,8 +143,6 @@ class Conv2DBackpropInput(Op):
 @register
 class Conv2DBackpropFilter(Op):
     """Gradient of Conv2D for its filter, which has ``shape``. Inputs: images, gradient of the output."""
-
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -207,8 +201,6 @@ def _pooling_out(images: TensorSpec, attrs: Attrs) -> TensorSpec:
 class _Pool(Op):
     """Input: images."""
 
-    long = True
-
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 1)
@@ -250,8 +242,6 @@ class MaxPool(_Pool):
 @register
 class MaxPoolGrad(Op):
     """Gradient of MaxPool: all of a window's goes to one of its maxima. Inputs: images, pooled, gradient of it."""
-
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -299,8 +289,6 @@ class AvgPool(_Pool):
 @register
 class AvgPoolGrad(Op):
     """Gradient of AvgPool for its images, which have ``shape``. Input: gradient of the output."""
-
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:

@@ -38,7 +38,6 @@ class Relu(Op):
     """max(x, 0)"""
 
     inplace = ((0, 0),)
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -61,7 +60,6 @@ class ReluGrad(Op):
     """The second input where the first (the ReLU's output) is positive, else 0."""
 
     inplace = ((1, 0), (0, 0))
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -92,7 +90,6 @@ class BiasAdd(Op):
     """x[..., c] + bias[c], cut off below zero where the attribute ``relu`` is set. Inputs: x, bias."""
 
     inplace = ((0, 0),)
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -135,8 +132,6 @@ class BiasAdd(Op):
 @register
 class BiasAddGrad(Op):
     """The sum over all axes but the last."""
-
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -317,7 +312,6 @@ class Dropout(Op):
 
     inplace = ((0, 0),)
     stateful = True
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:

@@ -45,8 +45,6 @@ def _statistics_workspace(x: TensorSpec) -> int:
 class BatchNorm(Op):
     """Training-time batch normalisation. Inputs: x, gamma, beta. Outputs: y, and the batch's mean and (biased) variance."""
 
-    long = True
-
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 3)
@@ -90,7 +88,6 @@ class BatchNormGrad(Op):
     """Inputs: gradient of y, x, gamma, mean, variance. Outputs: gradients of x, gamma, beta."""
 
     inplace = ((0, 0),)
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -122,7 +119,6 @@ class BatchNormInference(Op):
     """gamma (x - mean) / sqrt(variance + epsilon) + beta with given statistics. Inputs: x, gamma, beta, mean, variance."""
 
     inplace = ((0, 0),)
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -145,8 +141,6 @@ class BatchNormInference(Op):
 @register
 class LocalResponseNorm(Op):
     """x / (bias + alpha sum of squares over the channels up to ``depth_radius`` away)^beta. Outputs: that, and the bracket."""
-
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -180,7 +174,6 @@ class LocalResponseNormGrad(Op):
     """Inputs: x, y, scale, gradient of y."""
 
     inplace = ((3, 0),)
-    long = True
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:

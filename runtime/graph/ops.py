@@ -70,7 +70,6 @@ class Op(ABC):
     that variable's device. On one device reads and writes of a variable keep the order in which the nodes were added;
     ``partition`` adds the control edges for it.
     ``stateful``: never folded or merged with an equal node; runs once a step.
-    ``long``: worth handing to another thread if its cost is large (tens of microseconds and more, releases the GIL).
     ``asynchronous``: the compiled call returns a Future, and the executor does other work until it is done (a wait for
     other replicas holds no thread). Inputs and outputs of the call stay untouched by others until then.
     """
@@ -81,7 +80,6 @@ class Op(ABC):
     resident: ClassVar[bool] = False
     mutates: ClassVar[tuple[int, ...]] = ()
     stateful: ClassVar[bool] = False
-    long: ClassVar[bool] = False
     asynchronous: ClassVar[bool] = False
 
     @staticmethod

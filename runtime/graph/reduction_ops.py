@@ -19,8 +19,6 @@ from runtime.tensor import TensorSpec
 class MatMul(Op):
     """Product of two matrices, either one transposed first (``transpose_a``, ``transpose_b``)."""
 
-    long = True
-
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 2)

@@ -242,7 +242,6 @@ class AccumulatorTake(Op):
 
     stateful = True
     asynchronous = True
-    long = True
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
