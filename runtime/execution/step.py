@@ -17,7 +17,6 @@ from runtime.deadline import Deadline
 from runtime.errors import ConfigError, GraphError, StepAbortedError, UnknownGraphError
 from runtime.execution.rendezvous import (
     Edge,
-    LocalRendezvous,
     Rendezvous,
     detached,
     make_key,
@@ -165,19 +164,6 @@ class FetchRoute(Route):
         return self.channel.fetch(key, into=into, deadline=step.deadline)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRoute(Route):
-    """Both ends in this task."""
-
-    transport: str = "memory"
-
-    def send(self, step: StepRendezvous, edge: Edge, tensor: np.ndarray, release: Callable[[], None] | None) -> None:
-        step.local.send(edge, tensor, release)
-
-    def recv(self, step: StepRendezvous, edge: Edge, into: np.ndarray) -> Future:
-        return step.local.recv(edge, into)
-
-
 class StepRendezvous(Rendezvous):
     """One step of one registered graph on this task. Made by ``RendezvousManager.begin``; any thread may call it.
 
@@ -199,7 +185,6 @@ class StepRendezvous(Rendezvous):
         self.incarnation = incarnation
         self.generation = generation
         self.deadline = deadline
-        self.local = LocalRendezvous(table.step)
         self._routes = routes
         self._peer_state = peer_state
         self._guard = threading.Lock()
@@ -232,7 +217,6 @@ class StepRendezvous(Rendezvous):
                 return
             self._reason = reason
             pending, self._pending = self._pending, []
-        self.local.abort(reason)
         self.table.abort(reason)
         # A completion may race with this; whichever sets the future first is right, and the other is ignored.
         for future in pending:

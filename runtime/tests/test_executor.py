@@ -15,7 +15,7 @@ from runtime.deadline import Deadline
 from runtime.errors import DeadlineError, GraphError, PeerLostError, ShapeError, StepAbortedError, UnknownGraphError
 from runtime.execution.compile import compile_partition
 from runtime.execution.local import LocalEngine
-from runtime.execution.rendezvous import LocalRendezvous, Rendezvous
+from runtime.execution.rendezvous import Rendezvous
 from runtime.execution.resources import Resources
 from runtime.future import Future
 from runtime.graph import array_ops as ops
@@ -30,6 +30,7 @@ from runtime.tensor import TensorSpec
 from runtime.testing import same_bytes
 from runtime.tests import random_graphs
 from runtime.tests.interpreter import evaluate
+from runtime.tests.local_rendezvous import LocalRendezvous
 from runtime.trace import Phase, Tracer
 
 A, B, C = (f"/job:w/task:{index}" for index in range(3))

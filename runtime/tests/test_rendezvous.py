@@ -7,11 +7,10 @@ import pytest
 
 from runtime.deadline import Deadline
 from runtime.errors import ConfigError, GraphError, PeerLostError, StepAbortedError, UnknownGraphError
-from runtime.execution.rendezvous import Edge, LocalRendezvous, detached, make_key, parse_key, step_aborted
+from runtime.execution.rendezvous import Edge, detached, make_key, parse_key, step_aborted
 from runtime.execution.step import (
     TOMBSTONES,
     FetchRoute,
-    LocalRoute,
     PushRoute,
     RendezvousManager,
     ServeRoute,
@@ -20,6 +19,7 @@ from runtime.execution.step import (
 from runtime.future import Future
 from runtime.tensor import TensorSpec
 from runtime.testing import pattern_tensor, same_bytes
+from runtime.tests.local_rendezvous import LocalRendezvous
 from runtime.transport.base import Lease
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:1"
@@ -189,15 +189,6 @@ def test_a_fetched_edge_asks_by_the_producers_incarnation():
     step.recv(EDGE, into)
     step.consumed(EDGE)
     assert peer.calls == [("fetch", make_key(EDGE, 0xCD, 9), into)]
-
-
-def test_an_edge_within_the_task_needs_no_transport():
-    _, step = begin({3: LocalRoute()})
-    into, sent = np.zeros(SPEC.shape, SPEC.dtype), tensor()
-    future = step.recv(EDGE, into)
-    step.send(EDGE, sent)
-    future.result(SOON)
-    assert same_bytes(into, sent)
 
 
 def test_routes_refuse_the_wrong_end_and_unknown_edges():
