@@ -69,7 +69,3 @@ class StepAbortedError(VerbflowError):
 
 class UnknownGraphError(VerbflowError):
     """The worker does not know the graph handle, as after its restart (TensorFlow's Aborted)."""
-
-
-class StaleGradientError(VerbflowError):
-    """A gradient belongs to an older step than the aggregator accepts."""

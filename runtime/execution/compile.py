@@ -87,7 +87,6 @@ class _Compiler:
         self._slots: dict[Buffer, np.ndarray] = {}
         # One array object a buffer and spec: numpy sees at once that an operand and the result are the same.
         self._views: dict[tuple[Buffer, TensorSpec], np.ndarray] = {}
-        self._send_copies: dict[Tensor, np.ndarray] = {}
 
     def run(self) -> Executor:
         order = schedule(self._graph, self._fetches, self._edges, self._threads)

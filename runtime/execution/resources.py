@@ -153,10 +153,6 @@ class Resources:
                 if names is None or name in names
             }
 
-    def set_variable(self, name: str, value: np.ndarray, container: str = "") -> None:
-        """Set one variable; see ``restore``."""
-        self.restore({name: value}, container)
-
     def restore(self, values: Mapping[str, np.ndarray], container: str = "") -> None:
         """Set variables, creating those that are absent, while no update is half done. ShapeError names the first that differs.
 

@@ -368,7 +368,7 @@ def test_a_straggler_learns_the_newest_step_at_once(resources: Resources) -> Non
     with pytest.raises(StepAbortedError, match="gone"):
         cancelled.result(_soon())
     assert not waiting.done()
-    resources.set_variable(state.GLOBAL_STEP, np.array(9))
+    resources.restore({state.GLOBAL_STEP: np.array(9)})
     assert waiting.done() and out == 9
     with pytest.raises(DeadlineError, match="global_step to pass 20"):
         counter.wait_past(20, out, 2).result(Deadline.after(0))
@@ -432,7 +432,7 @@ def test_restoring_forgets_gradients_of_the_old_values(resources: Resources) -> 
     accumulator = resources.accumulator("w", VECTOR)
     accumulator.step = 12
     held = accumulator.apply(0, np.ones(3, np.float32), 12, 1)
-    resources.set_variable("w", np.zeros(3, np.float32))
+    resources.restore({"w": np.zeros(3, np.float32)})
     with pytest.raises(StepAbortedError, match="restored"):
         held.result(_soon())
     assert accumulator.step == 0
