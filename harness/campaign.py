@@ -206,7 +206,8 @@ def finish(folder: Path) -> Outcome:
     except (OSError, ValueError) as error:
         raise RecordError(f"{folder / 'about.json'} cannot be read ({error}); run the experiment anew") from error
     plan = Plan.read(folder)
-    store.compact(folder, {**info, "counts": _tally(folder, plan)}, {trial.run_id for trial in plan.trials})
+    info |= {"counts": _tally(folder, plan), "planned": len(plan.trials)}
+    store.compact(folder, info, {trial.run_id for trial in plan.trials})
     return conclude(folder)
 
 
@@ -261,6 +262,9 @@ def _sentence(results: store.Results, comparisons: list[Comparison], asked: bool
     if len(bad):
         reasons = bad.drop_duplicates("error")
         text += f" {len(bad)} of {len(runs)} trials gave nothing ({reasons['error'].iloc[0].splitlines()[0][:200]})."
+    left_out = results.info[0].get("planned", len(runs)) - len(runs)
+    if left_out > 0:
+        text += f" {left_out} planned trials were not measured (time budget, or interrupted)."
     suspects = int((runs["suspect"] != "").sum())
     if suspects:
         text += f" {suspects} trials are suspect: their byte counts do not agree with what was timed."

@@ -2,6 +2,8 @@
 
 As TF-gRPC-Bench's PS throughput test (Biswas et al., arXiv 1804.01138): no graph, no compute, every worker against every
 server, payloads as lists of tensors of given classes. A push is what it is in TensorFlow: the server receives, that is fetches.
+An iteration ends when the worker's memory is free again; a server asks for the next generation only when it has all of the last
+one, so at most one push is under way while the next pull begins.
 """
 
 from __future__ import annotations
@@ -120,6 +122,7 @@ class FanInState:
     into: list[list[np.ndarray]]
     outbox: Outbox | None = None
     threads: list[threading.Thread] = field(default_factory=list)
+    first_received: list[threading.Event] = field(default_factory=list)
     stopping: bool = False
 
 
@@ -169,18 +172,23 @@ class FanIn(Benchmark):
     def verify(self, ctx: RankContext, state: FanInState) -> None:
         if state.outbox is None:
             for channel, arrays in zip(state.channels, state.into):
-                thread = threading.Thread(target=_receive, args=(ctx, state, channel, arrays), name="receive")
+                first = threading.Event()
+                state.first_received.append(first)
+                thread = threading.Thread(target=_receive, args=(ctx, state, channel, arrays, first), name="receive")
                 thread.start()
                 state.threads.append(thread)
         ctx.group.barrier()
         if state.outbox is not None:
             self.once(ctx, state)
         ctx.group.barrier()
-        first = 0 if state.outbox is not None else state.p.servers
+        for event in state.first_received:
+            if not event.wait(ctx.deadline.remaining()):
+                raise DeadlineError("the first push of a worker did not arrive in time")
+        lowest = 0 if state.outbox is not None else state.p.servers
         if state.outbox is not None or state.p.push:
             for at, arrays in enumerate(state.into):
                 for index, array in enumerate(arrays):
-                    check_pattern(array, (first + at) * 100 + index, f"tensor {index} of rank {first + at}")
+                    check_pattern(array, (lowest + at) * 100 + index, f"tensor {index} of rank {lowest + at}")
 
     def once(self, ctx: RankContext, state: FanInState) -> int:
         assert state.outbox is not None
@@ -212,7 +220,9 @@ class FanIn(Benchmark):
         return state.transport.totals().as_dict()
 
 
-def _receive(ctx: RankContext, state: FanInState, channel: Channel, arrays: list[np.ndarray]) -> None:
+def _receive(
+    ctx: RankContext, state: FanInState, channel: Channel, arrays: list[np.ndarray], first: threading.Event
+) -> None:
     """A server's thread for one worker: fetch generation after generation until the worker ends."""
     generation = 0
     while not state.stopping:
@@ -228,3 +238,4 @@ def _receive(ctx: RankContext, state: FanInState, channel: Channel, arrays: list
                 future.result(deadline)
         except VerbflowError:
             return
+        first.set()
