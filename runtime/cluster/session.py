@@ -139,6 +139,8 @@ class Session:
         """Copies of variables of one task, all taken at one moment between updates."""
         if self._master is None:
             copies = self._runner.resources.snapshot(container, names)
+            if absent := [name for name in names if name not in copies]:
+                raise GraphError(f"this session has no variable {absent[0]!r} in container {container!r} yet")
             return iter([(name, copies[name]) for name in names])
         return self._master.task(task).save(container, list(names), deadline)
 
@@ -158,9 +160,11 @@ class Session:
 
     # What the tasks report.
 
-    def incarnations(self, tasks: Iterable[str], deadline: Deadline) -> dict[str, int]:
-        """The tasks' incarnations, waiting for those that are not up yet."""
-        return {task: self.status(task, deadline).incarnation for task in tasks} if self._master is not None else {}
+    def wait_for(self, tasks: Iterable[str], deadline: Deadline) -> None:
+        """Wait until these tasks are up; nothing to do without a target."""
+        if self._master is not None:
+            for task in tasks:
+                self.status(task, deadline)
 
     def watch(self, tasks: Sequence[str], *, fatal: bool, deadline: Deadline) -> None:
         """Watch tasks that this session's steps do not run on. The loss of one is logged and, if ``fatal``, fails the steps that

@@ -331,6 +331,20 @@ def test_checkpoints_are_taken_by_steps_and_the_oldest_go(tmp_path: Path) -> Non
         assert supervisor.saved and supervisor.saved[-1] == 40
 
 
+def test_a_session_without_a_cluster_is_saved_too_once_its_variables_exist(tmp_path: Path) -> None:
+    graph = Graph()
+    x, y, loss = regression(graph, 8, "")
+    scheme = asynchronous(loss, SGD(0.01))
+    with Session(graph) as session:
+        supervisor = Supervisor(session, chief=True, folder=tmp_path)
+        supervisor.prepare()
+        with pytest.raises(GraphError, match=r"has no variable '(weights|global_step)' in container '' yet"):
+            supervisor.save()
+        session.run(scheme.train, {x: examples(8)[0], y: examples(8)[1]})
+        supervisor.close()
+    assert supervisor.saved == [1]
+
+
 # Reports.
 
 
@@ -338,11 +352,18 @@ def test_a_report_is_read_back(tmp_path: Path) -> None:
     from runtime.training.report import Report
 
     steps = np.arange(5, dtype=np.int64)
-    report = Report(steps, steps + 7, np.ones(5, np.float32), steps, {"task": WORKER}, {WORKER: {"grpc.bytes_in": 3}})
+    report = Report(
+        steps,
+        steps + 7,
+        np.ones(5, np.float32),
+        steps,
+        {"task": WORKER, "recoveries": 0},
+        {WORKER: {"grpc.bytes_in": 3}},
+    )
     write_report(tmp_path / "report.npz", report)
     back = read_report(tmp_path / "report.npz")
     np.testing.assert_array_equal(back.step_ns, steps + 7)
-    assert back.facts == {"task": WORKER} and back.counters == report.counters
+    assert back.facts == report.facts and back.counters == report.counters
     (tmp_path / "broken.npz").write_bytes(b"PK not a zip")
     with pytest.raises(ConfigError, match=r"no report"):
         read_report(tmp_path / "broken.npz")

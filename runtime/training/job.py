@@ -215,8 +215,10 @@ class Job:
         """Stop what runs beside the steps, and the session."""
         if self._updater is not None:
             self._updater.close()
-        self._supervisor.close(save=self._step > 0)
-        self._session.close()
+        try:
+            self._supervisor.close(save=self._step > 0)
+        finally:
+            self._session.close()
 
 
 class Updater:

@@ -41,7 +41,7 @@ class Report:
             "median_step_ns": int(np.median(self.step_ns)) if len(self.step_ns) else 0,
             "loss": float(self.loss[-1]) if len(self.loss) else None,
             "global_step": int(self.global_step[-1]) if len(self.global_step) else 0,
-            **{key: self.facts[key] for key in ("recoveries", "dropped", "accuracy") if key in self.facts},
+            "recoveries": self.facts["recoveries"],
         }
 
 

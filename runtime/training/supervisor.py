@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 
 class Supervisor:
-    """``session`` is the worker's. ``tasks``: variables (task name -> specs by name) to save and restore; by default those of the
-    graph that are not on the session's own task. ``recover_s``: for how long a lost task is waited for.
+    """``session`` is the worker's. Saved and restored are the variables of its graph that are not on its own task (all of
+    them, if it has no cluster). ``recover_s``: for how long a lost task is waited for.
 
     Only the chief writes, and only if there is a ``folder``. One thread calls ``prepare`` and ``run``; a context manager, whose
     end writes a last checkpoint if all went well.
@@ -79,13 +79,12 @@ class Supervisor:
         self._stop = threading.Event()
         self._due = threading.Event()
         self._thread: threading.Thread | None = None
-        self._incarnations: dict[str, int] = {}
         self._last_step = 0
 
     def prepare(self) -> int:
         """Make the variables ready, or wait until the chief has; the global step to begin with (0 without one)."""
         deadline = Deadline.after(self._recover_s)
-        self._incarnations = self.session.incarnations(self._specs, deadline)
+        self.session.wait_for(self._specs, deadline)
         if self.chief:
             self._restore(deadline)
             for task in self._specs:
