@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import runtime
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,3 +34,11 @@ def test_the_worked_example_of_the_runtime_runs(tmp_path: Path) -> None:
     loss = float(done.stdout.split()[1])
     assert loss < 0.5
     assert done.stderr == ""
+
+
+def test_the_public_names_are_there_and_say_what_they_are() -> None:
+    for name in runtime.__all__:
+        assert getattr(runtime, name).__doc__, name
+    assert "lenet" in runtime.models.names() and runtime.models.build("mlp", 2, graph=runtime.Graph()).batch == 2
+    with pytest.raises(AttributeError, match="module 'runtime' has no attribute 'Sesion'"):
+        runtime.Sesion  # noqa: B018
