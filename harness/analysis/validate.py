@@ -62,6 +62,8 @@ def step_costs(results: store.Results) -> dict[bool, StepCost]:
     """Median cost of a step by whether the variables lie in memory that peers can map, from traces of processes that train
     alone, as many at once as there are cores."""
     runs = results.runs[(results.runs["bench"] == "alone") & (results.runs["status"] == "ok")]
+    if runs.empty:
+        return {}
     spans = results.spans.merge(runs[["run_id", "shared"]], on="run_id")
     phase, backward = spans["phase"].astype(str), spans["name"].astype(str).str.startswith(_GRADIENTS)
     part = pd.Series("other", index=spans.index)
