@@ -57,7 +57,9 @@ class SyntheticCompute(Op):
         assert g is not None
         # It reads nothing of the forward pass, which would be pruned where only the gradients are fetched.
         with graph.control_dependencies([node]):
-            return graph.add("SyntheticComputeGrad", g, *node.inputs[1:], seconds=node.attrs["gradient_seconds"]).outputs
+            return graph.add(
+                "SyntheticComputeGrad", g, *node.inputs[1:], seconds=node.attrs["gradient_seconds"]
+            ).outputs
 
     @staticmethod
     def cost(inputs: Specs, outputs: Specs, attrs: Attrs) -> Cost:
