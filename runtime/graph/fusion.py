@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from runtime.graph.graph import Graph, Node, Output
-from runtime.graph.optimize import GraphCopy, Rewrite
+from runtime.graph.optimize import GraphCopy, Rewrite, memory_of
+from runtime.graph.state_ops import Variable
 from runtime.kernels.matmul import is_all_result
 
 
@@ -48,6 +49,8 @@ def _is_large_outer_product(node: Node) -> bool:
     if node.op.name != "MatMul" or not node.attrs.get("transpose_a") or node.attrs.get("transpose_b") or node.control:
         return False
     a, b = node.inputs
+    if any(memory_of(value).node.op is Variable for value in (a, b)):
+        return False  # it may be changed before the update runs, and is read at the product's place
     return a != b and is_all_result(a.shape[1], a.shape[0], b.shape[1], a.dtype.itemsize)
 
 

@@ -128,7 +128,7 @@ class _Folder:
     def _visit(self, node: Node) -> None:
         op = node.op
         for index in op.mutates:
-            root = _memory(node.inputs[index])
+            root = memory_of(node.inputs[index])
             self._writes[root] = self._writes.get(root, 0) + 1
         if op.stateful or op.asynchronous or op.mutates or not node.specs:
             self._copy.add(node)
@@ -149,7 +149,7 @@ class _Folder:
         if value is not None and not node.op.resident:
             return ("Constant", (), (("value", _hashable(value)),), control, *where)
         # What reads a variable's memory before and after a write are different expressions.
-        versions = tuple(self._writes.get(_memory(value), 0) for value in node.inputs)
+        versions = tuple(self._writes.get(memory_of(value), 0) for value in node.inputs)
         inputs = (self._copy.inputs(node), versions)
         attrs = tuple(sorted((key, _hashable(value)) for key, value in node.attrs.items() if value is not None))
         return (node.op.name, (tuple(inputs[0]), inputs[1]) if node.inputs else (), attrs, control, *where)
@@ -165,7 +165,7 @@ class _Folder:
         return _evaluate(node, [self._values[value] for value in node.inputs])
 
 
-def _memory(value: Output) -> Output:
+def memory_of(value: Output) -> Output:
     """The output whose memory ``value`` is."""
     while value.node.op.alias and value.index == 0:
         value = value.node.inputs[0]

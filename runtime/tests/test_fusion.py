@@ -20,7 +20,7 @@ from runtime.graph.graph import Graph, Node, Output
 from runtime.graph.initialisers import normal
 from runtime.graph.optimize import optimise
 from runtime.graph.partition import partition
-from runtime.graph.state_ops import variable
+from runtime.graph.state_ops import assign_add, variable
 from runtime.kernels import blas, parallel
 
 ROWS, COLUMNS = 1500, 1003  # more than 4 MiB, and a rest in both directions
@@ -114,3 +114,20 @@ def test_what_does_not_fit_is_refused() -> None:
             graph.add("ApplySGDProduct", w, a, b, rate, variable="w", container="")
         with pytest.raises(ShapeError, match=r"the variable is float32\[4, 5\], the product that of"):
             graph.add("ApplySGDProduct", w, a, a, rate, variable="w", container="")
+
+
+def test_a_product_of_a_variable_is_read_at_its_own_place() -> None:
+    graph = Graph()
+    with graph.as_default():
+        x = ops.placeholder((3, ROWS), name="x")
+        w = variable("w", (ROWS, COLUMNS))
+        v = variable("v", (3, COLUMNS), initialiser=normal())
+        product = ops.matmul(x, v, transpose_a=True)
+        changed = assign_add(v, np.ones(v.shape, np.float32))
+        update = apply_sgd(w, product, 1.0)
+    feed = np.ones((3, ROWS), np.float32)
+    with closing(LocalEngine(graph, threads=1)) as engine:
+        before = engine.run([v])[0]
+        assert before is not None
+        engine.run([changed.node, update], {x: feed})
+        np.testing.assert_allclose(engine.run([w])[0], -(feed.T @ before), rtol=1e-5, atol=1e-5)
