@@ -19,6 +19,7 @@ from runtime.cluster.routes import TransportSet
 from runtime.cluster.rpc import CONTROL_VERSION, Tls
 from runtime.deadline import Deadline
 from runtime.errors import (
+    ArenaFullError,
     ConfigError,
     GraphError,
     PeerLostError,
@@ -125,16 +126,19 @@ class Worker:
             raise GraphError(
                 f"graph {request.handle} reads {', '.join(part.feeds)} and is fed {', '.join(request.feeds)}"
             )
-        executor = compile_partition(
-            part.graph,
-            list(part.fetches.values()),
-            edges=[*part.sends, *part.recvs],
-            resources=self.resources,
-            arena=self.arena,
-            threads=self._threads,
-            tracer=self.tracer,
-            poison=self._poison,
-        )
+        try:
+            executor = compile_partition(
+                part.graph,
+                list(part.fetches.values()),
+                edges=[*part.sends, *part.recvs],
+                resources=self.resources,
+                arena=self.arena,
+                threads=self._threads,
+                tracer=self.tracer,
+                poison=self._poison,
+            )
+        except ArenaFullError as error:
+            raise ArenaFullError(f"{self.task}: {error}") from error
         graph = RegisteredGraph(
             request.handle,
             request.session,

@@ -86,6 +86,7 @@ class _Variable:
     lock: UpdateLock
     ready: threading.Lock  # held while the creator initialises the memory
     memory: np.ndarray | None = None
+    failed: bool = False  # could not be created, and is no longer in the table
 
 
 class _Waiting(Protocol):
@@ -121,17 +122,29 @@ class Resources:
     ) -> np.ndarray:
         """The live memory of a variable, created and initialised (zeros without ``initialise``) if it is absent.
 
-        ShapeError if it exists with another spec. Of several callers at once one initialises and the others wait for it.
+        ShapeError if it exists with another spec. Of several callers at once one initialises and the others wait for it. One
+        that could not be created, as in a full arena, leaves nothing behind, so that it may come again with another spec.
         """
-        record = self._record(container, name, spec)
-        with record.ready:
-            if record.memory is None:
-                memory = self._allocate(spec, name)
-                memory.fill(0)
-                if initialise is not None:
-                    initialise(memory)
-                record.memory = memory
-            return record.memory
+        while True:
+            record = self._record(container, name, spec)
+            with record.ready:
+                if record.failed:
+                    continue
+                if record.memory is None:
+                    try:
+                        memory = self._allocate(spec, name)
+                        memory.fill(0)
+                        if initialise is not None:
+                            initialise(memory)
+                    except BaseException:
+                        record.failed = True
+                        with self._guard:
+                            table = self._container(container).variables
+                            if table.get(name) is record:  # the container may have been cleared meanwhile
+                                del table[name]
+                        raise
+                    record.memory = memory
+                return record.memory
 
     def update_lock(self, name: str, spec: TensorSpec, container: str = "") -> UpdateLock:
         """The lock to hold while changing a variable, and the slots that belong to it."""

@@ -136,7 +136,7 @@ class StepState:
         return True
 
     def drain(self, futures: Sequence[Future]) -> bool:
-        """Wait until all futures are done; False at the deadline. Used between steps, when nothing else is watched."""
+        """Wait until all futures are done, whatever else happens to the step; False at the deadline."""
         for future in futures:
             if not future.done():
                 try:

@@ -193,7 +193,7 @@ class Arena:
         return (
             f"arena of {self.nbytes} bytes has no {nbytes} contiguous bytes for {label or 'an allocation'}: "
             f"{self._used} in use, longest free run {contiguous}; largest occupants (bytes): {held}. "
-            f"Open it larger."
+            f"Open it larger (arena_bytes=, --arena-mib)."
         )
 
 

@@ -14,7 +14,15 @@ from runtime.cluster.server import Server
 from runtime.cluster.session import Session
 from runtime.cluster.spec import ClusterSpec
 from runtime.deadline import Deadline
-from runtime.errors import ConfigError, DeadlineError, GraphError, PeerLostError, ShapeError, UnauthenticatedError
+from runtime.errors import (
+    ArenaFullError,
+    ConfigError,
+    DeadlineError,
+    GraphError,
+    PeerLostError,
+    ShapeError,
+    UnauthenticatedError,
+)
 from runtime.graph.array_ops import concat, constant, group, placeholder
 from runtime.graph.graph import Graph
 from runtime.graph.math_ops import add, mul
@@ -354,6 +362,15 @@ def test_tasks_must_agree_on_token_and_transport() -> None:
             with Session(graph, spec, token="u", startup_s=5) as session:
                 with pytest.raises(UnauthenticatedError, match="wrong token"):
                     session.run(added, {x: ones})
+
+
+def test_a_task_whose_arena_is_full_is_named() -> None:
+    with cluster() as servers:
+        graph = Graph()
+        total, _, _ = counter(graph, size=ARENA)
+        with Session(graph, servers[WORKER]) as session:
+            with pytest.raises(ArenaFullError, match=r"^/job:ps/task:0: arena of .* for total"):
+                session.run(total)
 
 
 def test_an_unknown_device_is_named() -> None:

@@ -85,6 +85,13 @@ def test_variables_lie_in_the_arena_and_leave_it_with_their_last_reader() -> Non
     arena.close()
 
 
+def test_a_variable_that_found_no_room_may_come_again_smaller() -> None:
+    resources = Resources(Arena(1 << 16))
+    with pytest.raises(ArenaFullError, match=r"for large: .*Open it larger \(arena_bytes=, --arena-mib\)"):
+        resources.variable("large", TensorSpec((1 << 20,), F32))
+    assert resources.variable("large", VECTOR).shape == (3,)
+
+
 def test_of_many_callers_one_initialises(resources: Resources) -> None:
     calls: list[int] = []
     seen: list[float] = []
