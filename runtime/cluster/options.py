@@ -94,6 +94,8 @@ def open_server(arguments: argparse.Namespace, token: str) -> Server:
 
     if isinstance(params, ValueError):
         raise ConfigError(f"--params is not JSON: {params}")
+    if not isinstance(params, dict) or not all(isinstance(own, dict) for own in params.values()):
+        raise ConfigError(f'--params is not of the form {{"TRANSPORT": {{"OPTION": VALUE}}}}: {arguments.params}')
     return Server(
         ClusterSpec.load(arguments.cluster),
         arguments.job,

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from runtime.errors import GraphError, ShapeError
+from runtime.errors import ConfigError, GraphError, ShapeError
 from runtime.graph import array_ops as ops
 from runtime.graph import nn_ops
 from runtime.graph.graph import Graph, Output, current_graph
@@ -154,7 +154,7 @@ def build_model(
 
     Devices are the graph's business: ``graph.device`` for the nodes, ``graph.variable_devices`` for the variables.
     """
-    if batch < 1 or not isinstance(batch, int):
-        raise GraphError(f"a batch of {batch!r} examples cannot be built")
+    if not isinstance(batch, int) or batch < 1:
+        raise ConfigError(f"a batch of {batch!r} examples cannot be built")
     variables = Parameters(current_graph() if graph is None else graph, prefix)
     return build_tower(name, architecture, variables, batch, training, scope, inputs or {}, initialiser)

@@ -357,6 +357,7 @@ def test_a_task_process_ends_by_signal_and_with_its_parent() -> None:
         ({"--job": "worker"}, 2, "no job 'worker'; known: ps"),
         ({"--transport": "pigeon"}, 2, "unknown transport 'pigeon'"),
         ({"--params": "[]x"}, 2, "--params is not JSON"),
+        ({"--params": '{"grpc": 5}'}, 2, "--params is not of the form"),
         ({"--task": "three"}, 2, "invalid int value"),
     ],
 )

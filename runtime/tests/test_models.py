@@ -191,7 +191,7 @@ def test_mistakes_are_told_with_what_there_is() -> None:
         build("vgg16", depth=17)
     with pytest.raises(ConfigError, match="AlexNet has the forms"):
         build("alexnet", form="original")
-    with pytest.raises(GraphError, match="batch of 0 examples"):
+    with pytest.raises(ConfigError, match="batch of 0 examples"):
         build("lenet", 0)
 
 

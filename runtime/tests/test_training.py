@@ -93,7 +93,7 @@ def test_what_cannot_be_minimised_is_refused() -> None:
             SGD(0.1).minimise(loss, [other])
         with pytest.raises(GraphError, match=r"depends on no variable"):
             SGD(0.1).minimise(reduce_mean(x))
-    with pytest.raises(GraphError, match=r"unknown optimizer 'sdg'; known: sgd, momentum"):
+    with pytest.raises(ConfigError, match=r"unknown optimizer 'sdg'; known: sgd, momentum"):
         optimizer("sdg", 0.1)
 
 

@@ -59,6 +59,8 @@ class Job:
             model_options: dict[str, Any] = json.loads(options.model_options)
         except ValueError as error:
             raise ConfigError(f"--model-options is not JSON: {error}") from None
+        if not isinstance(model_options, dict):
+            raise ConfigError(f"--model-options is no JSON object: {options.model_options}")
         homes = self._servers or [self._server.name]
         choose = GreedyByBytes(homes) if options.placement == "bytes" else RoundRobin(homes)
         graph = self._graph

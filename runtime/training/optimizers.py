@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.errors import GraphError
+from runtime.errors import ConfigError, GraphError
 from runtime.graph.apply_ops import apply_adagrad, apply_adam, apply_momentum, apply_sgd
 from runtime.graph.array_ops import group
 from runtime.graph.gradients import gradients
@@ -100,7 +100,7 @@ _BY_NAME = {"sgd": SGD, "momentum": Momentum, "adagrad": Adagrad, "adam": Adam}
 
 
 def optimizer(name: str, rate: float) -> Optimizer:
-    """An optimizer by its name; GraphError lists the known ones on a miss."""
+    """An optimizer by its name; ConfigError lists the known ones on a miss."""
     if name not in _BY_NAME:
-        raise GraphError(f"unknown optimizer {name!r}; known: {', '.join(_BY_NAME)}")
+        raise ConfigError(f"unknown optimizer {name!r}; known: {', '.join(_BY_NAME)}")
     return _BY_NAME[name](rate)
