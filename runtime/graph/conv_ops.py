@@ -15,7 +15,7 @@ from runtime.errors import ShapeError
 from runtime.graph.graph import Graph, Node, Output
 from runtime.graph.math_ops import check_count, check_floating, check_same_dtype
 from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
-from runtime.kernels import convolution, pooling
+from runtime.kernels import convolution, pooling, winograd
 from runtime.kernels.window import Window, make_window
 from runtime.tensor import TensorSpec
 
@@ -70,14 +70,18 @@ class Conv2D(Op):
     @staticmethod
     def workspace(inputs: Specs, attrs: Attrs, threads: int) -> int:
         x, w = inputs
-        window = _convolution_window(x.shape, w.shape, attrs)
-        return convolution.forward_workspace(window, x.shape[0], x.shape[3], x.dtype.itemsize, threads)
+        window, (_, _, channels, outputs) = _convolution_window(x.shape, w.shape, attrs), w.shape
+        if winograd.applies(window, channels, outputs):
+            return winograd.forward_workspace(window, x.shape[0], channels, outputs, x.dtype.itemsize, threads)
+        return convolution.forward_workspace(window, x.shape[0], channels, x.dtype.itemsize, threads)
 
     @staticmethod
     def compile(inputs: Arrays, outputs: Arrays, attrs: Attrs, context: KernelContext) -> Call | None:
         (x, w), (y,) = inputs, outputs
         window = _convolution_window(x.shape, w.shape, attrs)
         memory = _memory(Conv2D, inputs, attrs, context)
+        if winograd.applies(window, w.shape[2], w.shape[3]):
+            return winograd.compile_forward(x, w, y, window, context.threads, memory)
         return convolution.compile_forward(x, w.reshape(-1, w.shape[3]), y, window, context.threads, memory)
 
     @staticmethod
@@ -114,14 +118,18 @@ class Conv2DBackpropInput(Op):
     @staticmethod
     def workspace(inputs: Specs, attrs: Attrs, threads: int) -> int:
         w, shape = inputs[0], tuple(attrs["shape"])
-        window = _convolution_window(shape, w.shape, attrs)
-        return convolution.input_workspace(window, shape[0], shape[3], w.shape[3], w.dtype.itemsize, threads)
+        window, (_, _, channels, outputs) = _convolution_window(shape, w.shape, attrs), w.shape
+        if winograd.applies(window, channels, outputs):
+            return winograd.forward_workspace(window.turned, shape[0], outputs, channels, w.dtype.itemsize, threads)
+        return convolution.input_workspace(window, shape[0], channels, outputs, w.dtype.itemsize, threads)
 
     @staticmethod
     def compile(inputs: Arrays, outputs: Arrays, attrs: Attrs, context: KernelContext) -> Call | None:
         (w, dy), (dx,) = inputs, outputs
         window = _convolution_window(dx.shape, w.shape, attrs)
         memory = _memory(Conv2DBackpropInput, inputs, attrs, context)
+        if winograd.applies(window, w.shape[2], w.shape[3]):
+            return winograd.compile_input_gradient(w, dy, dx, window, context.threads, memory)
         return convolution.compile_input_gradient(w, dy, dx, window, context.threads, memory)
 
     @staticmethod
@@ -157,15 +165,17 @@ class Conv2DBackpropFilter(Op):
     @staticmethod
     def workspace(inputs: Specs, attrs: Attrs, threads: int) -> int:
         x, shape = inputs[0], tuple(attrs["shape"])
-        window = _convolution_window(x.shape, shape, attrs)
-        return convolution.filter_workspace(window, x.shape[0], shape[2], shape[3], x.dtype.itemsize, threads)
+        window, (_, _, channels, outputs) = _convolution_window(x.shape, shape, attrs), shape
+        kernels = winograd if winograd.applies(window, channels, outputs) else convolution
+        return kernels.filter_workspace(window, x.shape[0], channels, outputs, x.dtype.itemsize, threads)
 
     @staticmethod
     def compile(inputs: Arrays, outputs: Arrays, attrs: Attrs, context: KernelContext) -> Call | None:
         (x, dy), (dw,) = inputs, outputs
         window = _convolution_window(x.shape, dw.shape, attrs)
         memory = _memory(Conv2DBackpropFilter, inputs, attrs, context)
-        return convolution.compile_filter_gradient(x, dy, dw, window, context.threads, memory)
+        kernels = winograd if winograd.applies(window, dw.shape[2], dw.shape[3]) else convolution
+        return kernels.compile_filter_gradient(x, dy, dw, window, context.threads, memory)
 
     @staticmethod
     def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:

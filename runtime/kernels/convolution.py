@@ -18,6 +18,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from runtime.kernels.matmul import compile_matmul
+from runtime.kernels.padding import padded_rows
 from runtime.kernels.parallel import Call, fixed_shares, free_shares, sequence, split
 from runtime.kernels.scratch import Scratch, aligned
 from runtime.kernels.window import Piece, Window, groups, pieces
@@ -81,25 +82,11 @@ class _Patches:
 
     def _pad(self, piece: Piece, begin: int, end: int) -> tuple[np.ndarray, list[Call]]:
         """Input rows [begin, end) with zeros around, rows that lie outside of the image included."""
-        images, window = self._images, self._window
-        height, width, channels = images.shape[1:]
+        window = self._window
         left, right = window.padding[2:]
-        shape = (piece.last - piece.first, end - begin, left + width + right, channels)
+        shape = (piece.last - piece.first, end - begin, left + window.width + right, self._images.shape[3])
         padded = self._padded[: int(np.prod(shape))].reshape(shape)
-        low, high = max(begin, 0), min(end, height)
-        low, high = min(low, high), high
-        inside = slice(low - begin, high - begin)
-        zeros = [
-            padded[:, : inside.start],
-            padded[:, inside.stop :],
-            padded[:, inside, :left],
-            padded[:, inside, left + width :],
-        ]
-        calls: list[Call] = [partial(np.copyto, edge, 0) for edge in zeros if edge.size]
-        if high > low:
-            target = padded[:, inside, left : left + width]
-            calls.append(partial(np.copyto, target, images[piece.first : piece.last, low:high]))
-        return padded, calls
+        return padded, padded_rows(self._images[piece.first : piece.last], begin, left, padded)
 
 
 def _patch_bytes(window: Window, channels: int, itemsize: int) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from runtime.errors import ShapeError
-from runtime.kernels import blas, convolution, elementwise, matmul, normalization, parallel, pooling
+from runtime.kernels import blas, convolution, elementwise, matmul, normalization, parallel, pooling, winograd
 from runtime.kernels.scratch import Scratch
 from runtime.kernels.window import Window, make_window
 
@@ -84,6 +85,55 @@ def test_convolution_and_its_gradients(padding, piece_bytes: int, monkeypatch: p
             memory = rubbish(convolution.input_workspace(window, shape[0], shape[3], outputs, 8, threads))
             convolution.compile_input_gradient(w, dy, got, window, threads, memory)()
             np.testing.assert_allclose(got, unpadded(padded, x, window), 1e-10, 1e-10)
+
+
+@pytest.mark.parametrize("plane_bytes", [1 << 20, 3000], ids=["whole-images", "some-rows"])
+@pytest.mark.parametrize("padding", ["VALID", "SAME", (0, 2, 1, 0), (2, 2, 2, 2)], ids=str)
+def test_winograds_convolution_is_the_direct_one(
+    padding: Any, plane_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(winograd, "PLANE_BYTES", plane_bytes)
+    monkeypatch.setattr(winograd, "FILTER_BYTES", plane_bytes)
+    generator = np.random.default_rng(2)
+    channels, outputs = 5, 4
+    for batch, height, width in ((1, 7, 9), (5, 12, 11), (3, 4, 5), (2, 3, 3), (0, 6, 6)):
+        window = make_window(height, width, (3, 3), (1, 1), padding)
+        x, w = generator.normal(size=(batch, height, width, channels)), generator.normal(size=(3, 3, channels, outputs))
+        dy = generator.normal(size=(batch, window.out_height, window.out_width, outputs))
+        y, dw, dx = undefined(dy.shape), undefined(w.shape), undefined(x.shape)
+        sizes = (window, batch, channels)
+        memory = rubbish(convolution.forward_workspace(*sizes, 8, 1))
+        convolution.compile_forward(x, w.reshape(-1, outputs), y, window, 1, memory)()
+        memory = rubbish(convolution.filter_workspace(*sizes, outputs, 8, 1))
+        convolution.compile_filter_gradient(x, dy, dw, window, 1, memory)()
+        memory = rubbish(convolution.input_workspace(*sizes, outputs, 8, 1))
+        convolution.compile_input_gradient(w, dy, dx, window, 1, memory)()
+        for threads in THREADS:
+            got = undefined(y.shape)
+            memory = rubbish(winograd.forward_workspace(*sizes, outputs, 8, threads))
+            winograd.compile_forward(x, w, got, window, threads, memory)()
+            np.testing.assert_allclose(got, y, 1e-10, 1e-10)
+            got = undefined(w.shape)
+            memory = rubbish(winograd.filter_workspace(*sizes, outputs, 8, threads))
+            winograd.compile_filter_gradient(x, dy, got, window, threads, memory)()
+            np.testing.assert_allclose(got, dw, 1e-10, 1e-10)
+            got = undefined(x.shape)
+            memory = rubbish(winograd.forward_workspace(window.turned, batch, outputs, channels, 8, threads))
+            winograd.compile_input_gradient(w, dy, got, window, threads, memory)()
+            np.testing.assert_allclose(got, dx, 1e-10, 1e-10)
+
+
+def test_winograds_scheme_is_taken_where_it_pays() -> None:
+    for size, kernel, stride, padding, channels, taken in (
+        (13, 3, 1, "SAME", 256, True),
+        (13, 3, 1, "SAME", 32, False),
+        (13, 3, 2, "SAME", 256, False),
+        (13, 5, 1, "SAME", 256, False),
+        (3, 3, 1, "VALID", 256, False),  # one output of a tile's four
+        (13, 3, 1, (3, 3, 3, 3), 256, False),
+    ):
+        window = make_window(size, size, (kernel, kernel), (stride, stride), padding)
+        assert winograd.applies(window, channels, 128) is taken
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 19, 300], ids=["whole-images", "some-rows"])

@@ -144,6 +144,21 @@ def test_narrow_alexnet(form: str, image: int) -> None:
     compare(model, feeds_of(model, 20), forward, threads=2)
 
 
+def test_vgg_whose_wide_layers_take_winograds_convolution() -> None:
+    model = catalog.build("vgg11", 3, graph=Graph(), image=32, width=0.5, classes=20)
+
+    def forward(p: Tensors, inputs: Tensors) -> Any:
+        x = nchw(inputs["images"])
+        for block, count in enumerate((1, 1, 2, 2, 2), start=1):
+            for index in range(1, count + 1):
+                x = conv(x, p, f"conv{block}_{index}").relu()
+            x = functional.max_pool2d(x, 2)
+        x = dense(dense(dense(flat(x), p, "fc6").relu(), p, "fc7").relu(), p, "fc8")
+        return functional.cross_entropy(x, inputs["labels"])
+
+    compare(model, feeds_of(model, 20), forward, threads=2)
+
+
 class _Blocks:
     """Two residual blocks of one kind, the second with a stride and more channels."""
 
