@@ -23,6 +23,7 @@ from runtime.graph.fusion import fuse_updates
 from runtime.graph.graph import Graph, Node, Output
 from runtime.graph.optimize import optimise
 from runtime.graph.partition import check_feeds, partition
+from runtime.kernels import blas
 from runtime.trace import Tracer
 
 _DEVICE = "/job:local/task:0"
@@ -43,7 +44,9 @@ class LocalEngine:
     """Any thread may call it; runs of one set of fetches come one after the other, of several sets at the same time.
 
     Devices that nodes name are ignored: everything runs here. ``threads``: how many a kernel may use, by default as many as
-    this process has cores. ``poison`` is for tests: memory is overwritten when its content is used up.
+    this process has cores. More than one means one BLAS thread for the whole process from then on, since kernels that share
+    the cores themselves would be slowed down by BLAS's doing so too. ``poison`` is for tests: memory is overwritten when its
+    content is used up.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class LocalEngine:
         self.resources = resources if resources is not None else Resources()
         self.tracer = tracer if tracer is not None else Tracer(capacity=1)
         self._threads = threads if threads is not None else len(os.sched_getaffinity(0))
+        if self._threads > 1:
+            blas.set_threads(1)
         self._poison = poison
         self._steps = itertools.count(1)
         self._guard = threading.Lock()
