@@ -40,9 +40,7 @@ def test_resampled_medians_follow_the_bootstrap_law():
 def test_equal_sides_are_rarely_called_different(rounds):
     wrong = 0
     for seed in range(100):
-        ratio = stats.paired_ratio(
-            processes(rounds, 0.05, seed), processes(rounds, 0.05, seed + 10_000), resamples=500
-        )
+        ratio = stats.paired_ratio(processes(rounds, 0.05, seed), processes(rounds, 0.05, seed + 10_000), resamples=500)
         wrong += stats.verdict(ratio, 0.03) in ("faster", "slower")
     assert wrong / 100 <= 0.09
 
