@@ -72,11 +72,14 @@ test-torch: venv ## whole models' gradients against PyTorch, in an environment t
 	else echo "test-torch: skipped, PyTorch could not be installed: $$(tail -n 1 .venv-peers/.missing)"; fi
 
 # Files are named, so that a slow guest need not import every other test's libraries.
-RXE_TESTS = runtime/tests/test_contract.py $$(grep -lr 'mark\.rxe' --include='test_*.py' runtime/tests harness/tests)
+RXE_CONTRACT = runtime/tests/test_contract.py runtime/tests/test_verbs_link.py
+RXE_OTHERS = $$(grep -lr 'mark\.rxe' --include='test_*.py' runtime/tests harness/tests | grep -v verbs_link)
+RXE_PYTEST = $(PYTHON) -m pytest -p no:cacheprovider
 
 test-rxe: setup ## tests that need an RDMA device; boots the soft-RoCE guest where this machine has none
-	@VERBFLOW_CONTRACT_TRANSPORTS=verbs VERBFLOW_CONTRACT_BYTES=67108864 \
-	$(PYTHON) -m harness.launch.vm --skip --timeout 900 -- $(PYTHON) -m pytest -m 'not guest' -p no:cacheprovider $(RXE_TESTS)
+	@$(PYTHON) -m harness.launch.vm --skip --timeout 900 -- bash -c "\
+	    VERBFLOW_CONTRACT_TRANSPORTS=verbs VERBFLOW_CONTRACT_BYTES=67108864 $(RXE_PYTEST) $(RXE_CONTRACT) && \
+	    $(RXE_PYTEST) -m rxe $(RXE_OTHERS)"
 
 rxe-shell: setup ## interactive shell with an RDMA device
 	@$(PYTHON) -m harness.launch.vm
