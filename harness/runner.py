@@ -201,7 +201,9 @@ def _rank_record(scratch: Path, outcome: RankOutcome, timeout_ns: int) -> RankRe
         why = f"killed by signal {-outcome.exit_code}"
     else:
         why = f"ended with code {outcome.exit_code} before it could store anything"
-    last = _last_line(outcome.log)
+    last = _last_line(outcome.log) if outcome.exit_code is not None else ""
+    if outcome.exit_code is None:
+        why += "; its log shows where it was"
     return RankRecord(outcome.rank, status="failed", error=f"{why}{f'; its log ends: {last}' if last else ''}")
 
 

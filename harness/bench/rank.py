@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import base64
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -62,6 +63,8 @@ def run_rank(folder: Path, rank: int) -> int:
     if os.environ.get("VERBFLOW_PARENT_DEATH") == "1":
         # A runner that was killed takes its ranks with it. Not under mpirun or srun: there the parent is theirs.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Asked by the runner when the time is up, so that the log shows where every thread was.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     job = json.loads((folder / "job.json").read_text())
     cell = Cell.from_json(job["cell"])
     token = os.environ.get("VERBFLOW_TOKEN", "")

@@ -6,6 +6,7 @@ them: one process group a rank, every rank's outcome.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -86,9 +87,11 @@ class Process(Protocol):
 class Job:
     """Ranks that run. Every rank has its own process group, so that what it started dies with it."""
 
-    def __init__(self, processes: Sequence[Process], logs: Sequence[Path]) -> None:
+    def __init__(self, processes: Sequence[Process], logs: Sequence[Path], ranks_are_children: bool = True) -> None:
+        """``ranks_are_children``: the processes are the ranks themselves, not programs that start them elsewhere."""
         self._processes = list(processes)
         self._logs = list(logs)
+        self._ranks_are_children = ranks_are_children
 
     def wait(self, deadline: Deadline) -> list[RankOutcome]:
         """Every rank's outcome. When one fails the others get a few seconds to say why, then all are killed."""
@@ -114,11 +117,20 @@ class Job:
             for descriptor in open_files:
                 os.close(descriptor)
             late = {process.pid for process in open_files.values()}
+            if expired and self._ranks_are_children:
+                self._ask_where(late)
             self.kill()
         return [
             RankOutcome(rank, None if expired and process.pid in late else process.returncode, log)
             for rank, (process, log) in enumerate(zip(self._processes, self._logs))
         ]
+
+    def _ask_where(self, late: set[int]) -> None:
+        """Let each rank that is not done write its threads' stacks into its log."""
+        for pid in late:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
 
     def kill(self) -> None:
         """End every rank and whatever it started, now. Idempotent."""
@@ -207,7 +219,7 @@ class Launcher(ABC):
         except BaseException:
             Job(processes, logs).kill()
             raise
-        return Job(processes, logs)
+        return Job(processes, logs, ranks_are_children=not self.spread)
 
     def describe(self, job: JobSpec, specs: Sequence[RankSpec]) -> None:
         """Write what the ranks read, and make the place for their logs."""

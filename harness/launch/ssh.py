@@ -73,7 +73,7 @@ class SshLauncher(Launcher):
         except OSError:
             Job(processes, logs).kill()
             raise
-        return Job(processes, logs)
+        return Job(processes, logs, ranks_are_children=False)
 
     def collect(self, job: JobSpec) -> None:
         for log in job.logs.glob("rank-*.log"):
