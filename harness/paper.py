@@ -75,7 +75,7 @@ def collect(kinds: Sequence[str] = ("scratch", "published"), root: Path | None =
     runs = evidence.runs_table([store.load(folder) for folder in newest.values()])
     simulated, parameters = paper.simulated(printed)
     points = evidence.points_table(printed, simulated, evidence.measured_points(printed, runs))
-    fitted = newest.get(validate.EXPERIMENT)
+    fitted = newest.get((validate.EXPERIMENT, "here"))
     validation = validate.validate(store.load(fitted) if fitted else None, printed)
     return Evidence(
         points,
@@ -103,13 +103,13 @@ def scaling() -> pd.DataFrame:
 
 def publish(label: str, root: Path | None = None) -> list[Path]:
     """Copy the newest scratch run of every experiment of the paper to ``results/published``, in place of what was there."""
-    published = []
-    for name, folder in sorted(store.newest_runs(("scratch",), root).items()):
-        if name not in PARTS["full"]:
-            continue
+    newest = {key: folder for key, folder in store.newest_runs(("scratch",), root).items() if key[0] in PARTS["full"]}
+    for name in {name for name, _ in newest}:
         shutil.rmtree((root or store.results_root()) / "published" / name, ignore_errors=True)
-        published.append(store.publish(folder, label, root))
-    return published
+    return [
+        store.publish(folder, label if place == "here" else f"{label}-{place}", root)
+        for (_, place), folder in sorted(newest.items())
+    ]
 
 
 def label() -> str:

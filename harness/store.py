@@ -104,14 +104,18 @@ def find_run(name: str, root: Path | None = None) -> Path:
     raise RecordError(f"no stored run is called {name!r}; {listed}")
 
 
-def newest_runs(kinds: Sequence[str] = ("scratch", "published"), root: Path | None = None) -> dict[str, Path]:
-    """Experiment -> its newest stored run, of the first of ``kinds`` that has one."""
+def newest_runs(
+    kinds: Sequence[str] = ("scratch", "published"), root: Path | None = None
+) -> dict[tuple[str, str], Path]:
+    """(experiment, place) -> its newest stored run, of the first of ``kinds`` that has one. The place is ``guest`` for profile
+    soft-roce, else ``here``: what was measured in one says nothing about the other."""
     top = root or results_root()
-    found: dict[str, Path] = {}
+    found: dict[tuple[str, str], Path] = {}
     for kind in kinds:
-        newest: dict[str, Path] = {}
+        newest: dict[tuple[str, str], Path] = {}
         for path in sorted((top / kind).glob("**/run.json"), key=lambda path: path.parent.name):
-            newest[_experiment_of(path.parent, top)] = path.parent
+            place = "guest" if read_info(path.parent).get("profile") == "soft-roce" else "here"
+            newest[_experiment_of(path.parent, top), place] = path.parent
         found = {**newest, **found}
     return found
 

@@ -40,6 +40,15 @@ def test_runs_have_a_way_a_speed_and_the_processors_that_they_took(tmp_path):
     assert evidence.runs_table([]).empty
 
 
+def test_the_newest_run_of_each_experiment_counts_and_scratch_comes_first(tmp_path):
+    make_run(tmp_path, "20260101T000000")
+    second = make_run(tmp_path, "20260102T000000")
+    assert store.newest_runs(root=tmp_path) == {("fabricated", "here"): second}
+    published = store.publish(second, "2026-01-02-host", tmp_path)
+    assert store.newest_runs(("published",), tmp_path) == {("fabricated", "here"): published}
+    assert store.newest_runs(root=tmp_path) == {("fabricated", "here"): second}
+
+
 def test_suspect_trials_judge_nothing(tmp_path):
     results = store.load(make_run(tmp_path))
     results.runs.loc[results.runs["transport"] == "shm", "suspect"] = "rank 0: bytes are missing"
