@@ -7,6 +7,7 @@ under the one-sided protocols (``fabric_rate``).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from harness.bench.base import RankContext, VerificationError, parameter
-from harness.bench.training import Training, TrainingParams, TrainingState
+from harness.bench.training import Training, TrainingParams, TrainingState, run_updates
 from runtime.cluster.session import Session
 from runtime.errors import ConfigError
 from runtime.graph.graph import Graph
@@ -117,22 +118,21 @@ class Emulated(Training):
         return state
 
     def verify(self, ctx: RankContext, state: Any) -> None:
-        """One step of every worker, after which each element of a variable has had a whole number of them, at least one (two
-        updates at once may lose one, as Hogwild's do)."""
+        """One step of every worker, after which each element of a variable has had a whole number of updates, at least one:
+        synchronously one, else up to one a worker (two at once may lose one, as Hogwild's do)."""
+        p = state.p
+        synchronous = p.synchrony == "synchronous"
+        if synchronous and state.session is not None and state.worker == 0:
+            state.updater = threading.Thread(target=run_updates, args=(ctx, state), name="updater", daemon=True)
+            state.updater.start()
+        ctx.group.barrier()
         if state.session is not None:
-            if state.p.synchrony == "synchronous":
-                super().verify(ctx, state)
-                return
             self.once(ctx, state)
-        elif state.p.synchrony == "synchronous":
-            super().verify(ctx, state)
-            return
         ctx.group.barrier()
         if state.session is not None and state.worker == 0:
-            assert state.model is not None
             small = [value for value in state.model.parameters if value.spec.nbytes <= 1 << 20]
             for value, array in zip(small, state.session.run(small, {}, timeout_s=ctx.deadline.remaining())):
-                check_steps(array / -_RATE, state.p.workers, value.node.name)
+                check_steps(array / -_RATE, 1 if synchronous else p.workers, value.node.name)
         ctx.group.barrier()
 
     def iterate(self, ctx: RankContext, state: Any, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -190,7 +190,7 @@ class Training(Benchmark):
                 if state.p.model != "synthetic" and not 0 < first < 1e4:
                     raise VerificationError(f"the untrained loss is {first}, which no classifier has")
             if state.p.synchrony == "synchronous" and state.worker == 0:
-                state.updater = threading.Thread(target=_update, args=(ctx, state), name="updater", daemon=True)
+                state.updater = threading.Thread(target=run_updates, args=(ctx, state), name="updater", daemon=True)
                 state.updater.start()
         ctx.group.barrier()
         if state.session is not None and state.model is not None:
@@ -249,7 +249,8 @@ class Training(Benchmark):
         return float(state.session.run(state.model.loss, state.feeds, timeout_s=ctx.deadline.remaining()))
 
 
-def _update(ctx: RankContext, state: TrainingState) -> None:
+def run_updates(ctx: RankContext, state: TrainingState) -> None:
+    """The synchronous scheme's updates, again and again until ``stopping``; on a thread of worker 0."""
     assert state.session is not None and isinstance(state.scheme, schemes.Synchronous)
     while not state.stopping:
         try:
