@@ -64,6 +64,7 @@ class Line:
     """Messages of one line of JSON over the wire's TCP."""
 
     def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(PATIENCE_S)
         self._file = connection.makefile("rw")
 
     def send(self, value: Any) -> None:
