@@ -92,11 +92,13 @@ def collect(kinds: Sequence[str] = ("scratch", "published"), root: Path | None =
 def scaling() -> pd.DataFrame:
     """The paper's job on cluster A's hosts with faster links, more workers and more servers."""
     from harness.analysis import costmodel, paper
-    from harness.analysis.simulation import Network
+    from harness.analysis.simulation import Layer, Network
 
     printed = paper.printed()
     compute = printed.single_step_seconds["A"]
-    job = costmodel.Workload(printed.layers, compute / 3, 2 * compute / 3, 0.0, batch=24, overlap=False)
+    # Nothing overlaps, so that the model is one layer (see ``analysis.paper``).
+    whole = [Layer("model", printed.model_bytes, 1.0)]
+    job = costmodel.Workload(whole, compute / 3, 2 * compute / 3, 0.0, batch=24, overlap=False)
     networks = {f"{rate} Gb/s": Network(rate * 1e9 / 8 * (0.97 if rate == 1 else _PAYLOAD)) for rate in RATES_GBIT}
     return costmodel.scaling(job, networks, _WORKERS, _SERVERS)
 

@@ -9,7 +9,7 @@ serves, and at most what workers that never wait would do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -131,6 +131,8 @@ def predict(
     """Predict by simulation up to SIMULATED_WORKERS workers, by the bounds beyond. With ``cores`` all processes share one
     machine and the simulation always runs."""
     limits = bounds(workload, network, workers, servers)
+    # Asynchronous workers begin evenly over the time that a step takes alone.
+    alone = workload.compute_seconds + (0.0 if workload.overlap else 2 * workload.nbytes / network.bandwidth)
     bottleneck = min(limits, key=lambda name: limits[name])
     simulated = cores is not None or workers <= SIMULATED_WORKERS
     if simulated:
@@ -154,7 +156,7 @@ def predict(
             network,
             workers * STEPS_A_WORKER,
             synchronous=synchronous,
-            stagger=0.0 if synchronous else workload.compute_seconds / workers,
+            stagger=0.0 if synchronous else alone / workers,
             jitter=0.05,
             cores=cores,
         )
@@ -202,13 +204,15 @@ def scaling(
     worker_counts: Iterable[int],
     server_counts: Iterable[int] = (1,),
 ) -> pd.DataFrame:
-    """A prediction for each network, worker count and server count: what the scaling picture is drawn from."""
+    """A prediction for each network, worker count and server count: what the scaling picture is drawn from. Servers hold
+    equal shares of the model, as the bounds have it: tensors are split where they must be."""
     rows = []
     servers_of = list(server_counts)
     for workers in worker_counts:
         for servers in servers_of:
+            shared = replace(workload, layers=_split(workload.layers, servers))
             for name, network in networks.items():
-                prediction = predict(workload, network, workers, servers)
+                prediction = predict(shared, network, workers, servers)
                 rows.append(
                     {
                         "network": name,
@@ -221,3 +225,11 @@ def scaling(
                     }
                 )
     return pd.DataFrame(rows)
+
+
+def _split(layers: Sequence[Layer], servers: int) -> list[Layer]:
+    return [
+        Layer(f"{layer.name}/{part}", layer.nbytes // servers, layer.flops / servers)
+        for layer in layers
+        for part in range(servers)
+    ]

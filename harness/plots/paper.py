@@ -132,7 +132,7 @@ def _seconds(points: pd.DataFrame, ax: Axes, way: str, transports: tuple[str, ..
         bars = ax.bar([0], [GLOBAL_STEPS / single.median()], width * 0.92, color=COLOURS["single"])
         ax.bar_label(bars, [f"{GLOBAL_STEPS / single.median():.0f}"], fontsize=7)
     ax.set_xticks(range(len(counts) + 1), ["single", *map(str, counts)])
-    ax.set_ylim(0, 1700)
+    ax.set_ylim(0, 1850)
     ax.set_xlabel("workers")
     ax.set_ylabel(f"seconds for {GLOBAL_STEPS} steps")
     ax.set_title(title)
