@@ -2,7 +2,7 @@
 
 The model is fitted to parts only: alpha and beta of each transport from ``transfer`` runs, the operations of a step from traces
 of processes that train alone (as many at once as there are cores, for they share caches and memory). It then predicts
-distributed steps that it has not seen.
+distributed steps, which set none of its parameters.
 """
 
 from __future__ import annotations
