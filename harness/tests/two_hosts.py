@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from runtime.deadline import Deadline
-from runtime.errors import DeadlineError, PeerLostError
+from runtime.errors import PeerLostError
 from runtime.memory.arena import Arena
 from runtime.tensor import TensorSpec
 from runtime.testing import Guarded, Shelf, pattern_tensor
@@ -32,11 +32,12 @@ CONDITIONS = {
     "quiet": "",
     "loss 1 %": "loss 1%",
     "delay": "delay 2ms limit 20000",
-    "reordering": "delay 1ms 0.3ms reorder 75% limit 20000",
+    # An RC queue pair takes a packet that overtook another for a loss and starts over; soft-RoCE bears a few in a hundred.
+    "reordering": "delay 0.3ms reorder 2% limit 20000",
 }
 LARGE = 32 * MIB
 PATIENCE_S = 120.0
-LINK_DOWN_S = 20.0
+LINK_DOWN_S = 40.0
 
 
 def spec(nbytes: int) -> TensorSpec:
@@ -136,7 +137,7 @@ def fetch() -> None:
     error: BaseException | None = None
     while error is None:
         error = channel.fetch(f"bytes {LARGE}", into, deadline=deadline).exception(deadline)
-    assert isinstance(error, (PeerLostError, DeadlineError)), repr(error)
+    assert isinstance(error, PeerLostError), repr(error)
     assert "/job:test/task:0" in str(error)
     print(f"link down: {type(error).__name__} after {deadline.elapsed():.1f} s: {error}", flush=True)
     transport.close()
