@@ -124,7 +124,7 @@ class Guest:
             stdout=stream,
             stderr=stream,
             start_new_session=not self.interactive,
-            env=dict(os.environ, PATH=search_path()),
+            env=dict(os.environ, PATH=os.pathsep.join([str(_plain_tools(self._exchange)), search_path()])),
         )
         return self
 
@@ -294,6 +294,21 @@ def plain_directory() -> Path:
     base = tempfile.gettempdir()
     plain = base if all(character.isalnum() or character in "/._-" for character in base) else "/tmp"
     return Path(tempfile.mkdtemp(prefix="verbflow-guest-", dir=plain))
+
+
+def _plain_tools(directory: Path) -> Path:
+    """virtme-ng's two programs under a path without spaces: it names its own folder on the kernel's command line, which a
+    virtual environment in "my projects" would split. Python keeps the name by which its environment was entered."""
+    environment, tools = directory / "environment", directory / "tools"
+    environment.symlink_to(Path(sys.executable).parent.parent)
+    tools.mkdir()
+    for name, module in (("vng", "virtme_ng.run"), ("virtme-run", "virtme.commands.run")):
+        tool = tools / name
+        tool.write_text(
+            f"#!/bin/sh\nexec {environment}/bin/python -c 'import sys; from {module} import main; sys.exit(main())' \"$@\"\n"
+        )
+        tool.chmod(0o755)
+    return tools
 
 
 def _default_memory_mib() -> int:
