@@ -423,12 +423,14 @@ def alone(batch: int, steps: int) -> dict[str, np.ndarray]:
 
 
 def test_a_synchronous_job_equals_one_process(tmp_path: Path) -> None:
-    _, path = train(tmp_path, 2, ["--sync", "sync", "--batch", "16", "--steps", "60"])
-    reached = alone(32, 60)
+    # Two halves of a batch add up in another order than the whole, by some 1e-7; from about 40 steps on training itself
+    # amplifies that (a ReLU that is on in one and off in the other), the same way in every run.
+    _, path = train(tmp_path, 2, ["--sync", "sync", "--batch", "16", "--steps", "30"])
+    reached = alone(32, 30)
     with Checkpoint(path) as checkpoint:
-        assert checkpoint.step == 60
+        assert checkpoint.step == 30
         for name, array in checkpoint.variables():
-            np.testing.assert_allclose(array, reached[name], rtol=1e-3, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(array, reached[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_synchronous_and_asynchronous_jobs_learn_the_digits(tmp_path: Path) -> None:
