@@ -225,7 +225,10 @@ def fetch_latency(end: End, nbytes: int, count: int, deadline: Deadline) -> floa
 @contextmanager
 def serving(rank: Rank, name: str, sizes: Sequence[int]) -> Iterator[End]:
     """This rank's end of a pair over a transport; rank 1 has a tensor of every size."""
-    with rank.connect(name, arena_bytes=2 * sum(sizes) + _WINDOW * max(sizes) + 8 * MIB) as end:
+    arena_bytes = 2 * sum(sizes) + _WINDOW * max(sizes) + 8 * MIB
+    # Both ends spin through a fetch, as those of the ping-pong do; waking a thread costs milliseconds under emulation.
+    params = {"spin_us": 10_000} if name == "verbs" else {}
+    with rank.connect(name, arena_bytes=arena_bytes, params=params) as end:
         if rank.rank == 1:
             for nbytes in sizes:
                 end.source.put(f"bytes {nbytes}", pattern_tensor(bytes_spec(nbytes), nbytes, end.arena))
