@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from harness import units
+from harness.analysis import frames
 from harness.plots import palette
 from harness.plots.ground import stamp_fidelity
+
+_STROKES = ("-", "--", "-.", ":")
 
 
 def latency_over_size(cells: pd.DataFrame, ax: Axes, *, by: str = "transport", mixed: bool = False) -> Axes:
     """Median time of a fetch over tensor size, both axes logarithmic. ``cells`` as ``frames.cells`` gives them."""
-    for name, line in _lines(cells, by):
-        ax.plot(
-            line["nbytes"], line["median_ns"] / 1e3, marker="o", color=palette.colour(name), label=palette.label(name)
-        )
+    for name, line, style in _lines(cells, by):
+        ax.plot(line["nbytes"], line["median_ns"] / 1e3, color=palette.colour(name), **style)
         ax.fill_between(
             line["nbytes"].astype(float),
             (line["low_ns"] / 1e3).astype(float),
@@ -32,10 +35,8 @@ def latency_over_size(cells: pd.DataFrame, ax: Axes, *, by: str = "transport", m
 
 def bandwidth_over_size(cells: pd.DataFrame, ax: Axes, *, by: str = "transport", mixed: bool = False) -> Axes:
     """Payload bytes a second over tensor size, both axes logarithmic."""
-    for name, line in _lines(cells, by):
-        ax.plot(
-            line["nbytes"], line["bytes_per_s"] / 1e9, marker="o", color=palette.colour(name), label=palette.label(name)
-        )
+    for name, line, style in _lines(cells, by):
+        ax.plot(line["nbytes"], line["bytes_per_s"] / 1e9, color=palette.colour(name), **style)
     ax.set_ylabel("payload rate, median (GB/s)")
     return _finish(cells, ax, mixed, "Bandwidth over tensor size")
 
@@ -45,30 +46,34 @@ def ratio_over_size(comparisons: pd.DataFrame, ax: Axes) -> Axes:
 
     Columns: nbytes, contender, low, high, ratio (contender's time over baseline's), fidelity.
     """
-    for name, line in _lines(comparisons.rename(columns={"contender": "transport"}), "transport"):
+    for name, line, style in _lines(comparisons.rename(columns={"contender": "transport"}), "transport"):
         speed = 1 / line["ratio"].astype(float)
         low, high = 1 / line["high"].to_numpy(float), line["low"].to_numpy(float)
         # One round has no interval (0 to infinity): no bar of error then.
         low, high = np.where(low > 0, low, speed), np.divide(1, high, out=speed.to_numpy().copy(), where=high > 0)
         error = np.abs(np.vstack([speed - low, high - speed]))
-        ax.errorbar(
-            line["nbytes"],
-            speed,
-            yerr=error,
-            marker="o",
-            capsize=3,
-            color=palette.colour(name),
-            label=palette.label(name),
-        )
+        ax.errorbar(line["nbytes"], speed, yerr=error, capsize=3, color=palette.colour(name), **style)
     ax.axhline(1, color="0.4", linewidth=1)
     ax.set_ylabel("times faster than the baseline")
     return _finish(comparisons, ax, True, "Speed-up over tensor size")
 
 
-def _lines(frame: pd.DataFrame, by: str) -> list[tuple[str, pd.DataFrame]]:
+def _lines(frame: pd.DataFrame, by: str) -> list[tuple[str, pd.DataFrame, dict[str, Any]]]:
+    """A value of ``by``, its rows by size, and how its line is drawn. Where something else varies too, each of its values has a
+    line of its own, in the same colour and another stroke."""
     if "nbytes" not in frame or frame.empty:
         raise ValueError("this picture needs rows with a tensor size (nbytes)")
-    return [(str(name), line.sort_values("nbytes")) for name, line in frame.groupby(by, sort=False)]
+    lines: list[tuple[str, pd.DataFrame, dict[str, Any]]] = []
+    told = {by, "nbytes", "setting", "ratio", "low", "high", "verdict", "rounds"}
+    others = [name for name in frames.varying(frame) if name not in told]
+    for name, rows in frame.groupby(by, sort=False):
+        own = [other for other in others if rows[other].nunique() > 1] if rows["nbytes"].duplicated().any() else []
+        parts = rows.groupby(own, sort=True, dropna=False) if own else [((), rows)]
+        for at, (values, part) in enumerate(parts):
+            extra = "".join(f", {key} {value}" for key, value in zip(own, values))
+            style = {"marker": "o", "linestyle": _STROKES[at % 4], "label": palette.label(str(name)) + extra}
+            lines.append((str(name), part.sort_values("nbytes"), style))
+    return lines
 
 
 def _finish(frame: pd.DataFrame, ax: Axes, mixed: bool, title: str) -> Axes:

@@ -32,6 +32,7 @@ def comparison_frame(comparisons: Sequence[Comparison]) -> pd.DataFrame:
                 "rounds": item.rounds,
                 "fidelity": item.fidelity,
                 **item.setting,
+                **{name: value for name, value in item.contender.items() if name != "transport"},
             }
             for item in comparisons
         ]
