@@ -77,7 +77,7 @@ RXE_OTHERS = $$(grep -lr 'mark\.rxe' --include='test_*.py' runtime/tests harness
 RXE_PYTEST = $(PYTHON) -m pytest -p no:cacheprovider
 
 test-rxe: setup ## tests that need an RDMA device; boots the soft-RoCE guest where this machine has none
-	@$(PYTHON) -m harness.launch.vm --skip --timeout 900 -- bash -c "\
+	@$(PYTHON) -m harness.launch.vm --skip --timeout 1800 -- bash -c "\
 	    VERBFLOW_CONTRACT_TRANSPORTS=verbs VERBFLOW_CONTRACT_BYTES=67108864 $(RXE_PYTEST) $(RXE_CONTRACT) && \
 	    $(RXE_PYTEST) -m rxe $(RXE_OTHERS)"
 
