@@ -35,7 +35,8 @@ def latency_over_size(cells: pd.DataFrame, ax: Axes, *, by: str = "transport", m
 
 def bandwidth_over_size(cells: pd.DataFrame, ax: Axes, *, by: str = "transport", mixed: bool = False) -> Axes:
     """Payload bytes a second over tensor size, both axes logarithmic."""
-    for name, line, style in _lines(cells, by):
+    moving = cells[cells["bytes_per_s"] > 0]  # null moves nothing, and a logarithm knows no zero
+    for name, line, style in _lines(moving, by):
         ax.plot(line["nbytes"], line["bytes_per_s"] / 1e9, color=palette.colour(name), **style)
     ax.set_ylabel("payload rate, median (GB/s)")
     return _finish(cells, ax, mixed, "Bandwidth over tensor size")

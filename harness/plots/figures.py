@@ -62,7 +62,8 @@ def draw_all(results: store.Results, comparisons: Sequence[Comparison], folder: 
         line_by = _line_by(own)
         if "nbytes" in own and own["nbytes"].nunique() > 1:
             save(f"{name}-latency", curves.latency_over_size, own, by=line_by)
-            save(f"{name}-bandwidth", curves.bandwidth_over_size, own, by=line_by)
+            if (own["bytes_per_s"] > 0).any():
+                save(f"{name}-bandwidth", curves.bandwidth_over_size, own, by=line_by)
         if "workers" in own and own["bench"].iloc[0] == "training":
             save(f"{name}-rate", bars.rate_bars, own)
             if own["workers"].nunique() > 1:

@@ -187,3 +187,23 @@ def test_doctor_says_what_can_run_and_why_not(results):
         "huge pages",
     ):
         assert word in output
+
+
+def test_without_a_guest_the_rest_runs_and_the_missing_packages_are_named(results, tmp_path, monkeypatch):
+    from harness.launch import vm
+    from runtime.errors import UnavailableError
+
+    def nowhere(*arguments, **settings):
+        raise UnavailableError("a soft-RoCE guest needs qemu, which is not installed; run: make setup")
+
+    monkeypatch.setattr(vm, "choose", nowhere)
+    path = tmp_path / "rdma.toml"
+    text = QUICK.replace('title = "Does it work?"', 'title = "t"\nneeds_rdma = true').replace('"inproc"', '"verbs"')
+    path.write_text(text + '[profile.soft-roce]\nplace = "guest"\n')
+    outcome = call("run", str(path))
+    assert outcome.exit_code == 0, outcome.output
+    assert "here, without RDMA: a soft-RoCE guest needs qemu" in outcome.output
+    assert "Nothing can be concluded" in outcome.output or "gave nothing" in outcome.output
+    checked = call("run", str(path), "--check")
+    assert checked.exit_code == 0
+    assert "nothing is checked" in checked.output
