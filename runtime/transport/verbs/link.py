@@ -1,8 +1,8 @@
 """VerbsLink: a Link over one RC queue pair.
 
-Messages are SENDs into posted receives of one size; immediates take a receive too, whose buffer stays empty. (SEND and
-WRITE_WITH_IMM into a ring cost the same on rxe; with SEND the adapter keeps the ring.) Every receive that poll() handed out is
-posted again at the next poll, in groups, because a post costs a system call or a doorbell.
+Messages are SENDs into posted receives of one size, so the adapter keeps the ring; immediates take a receive too, whose buffer
+stays empty. Every receive that poll() handed out is posted again at the next poll, in groups, because a post costs a system
+call or a doorbell.
 
 Sends complete in order, so one signalled request in a while tells that all before it are done: each request's id is its
 number in sequence, and the difference to the last completed one is what is outstanding.
