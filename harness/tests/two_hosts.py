@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from runtime.deadline import Deadline
-from runtime.errors import PeerLostError
+from runtime.errors import DeadlineError, PeerLostError
 from runtime.memory.arena import Arena
 from runtime.tensor import TensorSpec
 from runtime.testing import Guarded, Shelf, pattern_tensor
@@ -137,7 +137,8 @@ def fetch() -> None:
     error: BaseException | None = None
     while error is None:
         error = channel.fetch(f"bytes {LARGE}", into, deadline=deadline).exception(deadline)
-    assert isinstance(error, PeerLostError), repr(error)
+    # Keepalive tells after some 15 s that the machine is gone; on a starved host the deadline may come first.
+    assert isinstance(error, PeerLostError | DeadlineError), repr(error)
     assert "/job:test/task:0" in str(error)
     print(f"link down: {type(error).__name__} after {deadline.elapsed():.1f} s: {error}", flush=True)
     transport.close()
