@@ -11,7 +11,7 @@ PROTO_SERVICES := runtime/cluster/proto/*.proto
 PROTO_MESSAGES := runtime/transport/grpc/*.proto
 quote = '$(subst ','\'',$(1))'
 
-.PHONY: help setup venv experiment paper smoke plan report doctor notebook ci-rxe instrument peers test test-native test-torch test-rxe rxe rxe-shell lint types proto proto-check constraints
+.PHONY: help setup venv experiment paper smoke plan report doctor notebook ci-rxe instrument peers test test-torch test-rxe rxe rxe-shell lint proto proto-check constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -26,7 +26,7 @@ setup: ## virtual environment, the distribution's pyverbs, packages for soft-RoC
 experiment: setup ## run one, or continue it where it was interrupted: make experiment NAME=alexnet_rdma [PROFILE=quick]
 	@$(PYTHON) -m harness.cli run $(call quote,$(NAME)) $(if $(PROFILE),--profile $(call quote,$(PROFILE))) --resume
 
-paper: venv ## the paper's figures and claims: measure, judge, rebuild the notebook; PROFILE=quick in 5 minutes
+paper: venv ## the paper's figures and claims: measure, judge, rebuild the notebook; PROFILE=quick is the short form
 	@$(PYTHON) -m harness.cli paper $(if $(PROFILE),--profile $(call quote,$(PROFILE)))
 
 smoke: venv ## every transport that this machine can use, in under a minute
