@@ -22,7 +22,7 @@ class LeakWatch:
     def __init__(self) -> None:
         self._before = self._look()
 
-    def leaks(self, patience: float = 5.0) -> list[str]:
+    def leaks(self, patience: float = 20.0) -> list[str]:
         """What leaked; things that are just going have ``patience`` seconds for it."""
         deadline = Deadline.after(patience)
         while True:

@@ -89,25 +89,29 @@ def test_a_cancelled_or_ended_request_gives_its_memory_back() -> None:
 
 
 def test_nothing_is_copied_before_the_peer_has_room_for_it() -> None:
-    """A slow reader costs its tensors' leases, and one message of memory."""
-    with pair("grpc") as (client, server):
+    """A slow reader costs its tensors' leases, and one message of memory.
+
+    What the two sockets' buffers and HTTP/2's window hold has left before anybody reads: some tensors, but not most.
+    """
+    with pair("grpc") as (client, server), contextlib.ExitStack() as undo:
         server.source.put("key", pattern(4 << 20))
         credentials = transport_of(client).credentials()
-        channel = transport_of(client).dial(server.address)
+        channel = undo.enter_context(transport_of(client).dial(server.address))
         metadata = (*credentials, ("verbflow-session", "slow reader"))
         bulk = channel.unary_stream(f"/{SERVICE}/Bulk")(b"", metadata=metadata)
+        undo.callback(bulk.cancel)
         assert wire.decode(next(bulk)).kind is Kind.WELCOME
         more: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        undo.callback(more.put, None)
         asked = itertools.chain(requests(*["key"] * 50), iter(more.get, None))
         ask = channel.stream_stream(f"/{SERVICE}/Ask")(asked, metadata=metadata)
-        assert eventually(lambda: server.source.leased == 50)
+        undo.callback(ask.cancel)
+        answers = [wire.decode(message).kind for message in itertools.islice(ask, 1 + 50)]
+        assert answers == [Kind.WELCOME, *[Kind.LATER] * 50]
         time.sleep(0.2)
         assert server.transport.totals().bytes_out < 50 << 20
         assert server.source.leased > 40
-        more.put(None)
-        ask.cancel()
-        bulk.cancel()
-        channel.close()
+        undo.close()
         assert eventually(lambda: server.source.leased == 0)
 
 
