@@ -42,7 +42,7 @@ _NO_DIMS = (0,) * MAX_RANK
 
 
 class Kind(enum.IntEnum):
-    """What a message is. Append only: the numbers are the protocol."""
+    """What a message is. Append only: the numbers are the protocol, and one that was given (11) is not given again."""
 
     HELLO = 1  # connecting end: here is my token (extra)
     WELCOME = 2  # accepting end: token and version are right
@@ -54,7 +54,6 @@ class Kind(enum.IntEnum):
     CREDIT = 8  # the slot of this edge and generation may be written to again
     RELEASE = 9  # the memory that this request borrowed or read is no longer needed
     SLOTS = 10  # destination slots of static edges
-    GOODBYE = 11  # an orderly close, so that the end of the connection is no loss of a peer
     LATER = 12  # the request is known; its tensor comes by another way when it is there
 
 
@@ -84,19 +83,6 @@ def encode(
         )  # fmt: skip
     code, rank, total, dims = _fields(spec)
     return _LAYOUT.pack(MAGIC, PROTOCOL_VERSION, kind, code, rank, flags, extra, tag, offset, total, *dims)
-
-
-def encode_into(
-    buffer: bytearray | memoryview, at: int, kind: Kind, tag: int = 0, spec: TensorSpec | None = None, *,
-    nbytes: int | None = None, offset: int = 0, extra: int = 0, flags: int = 0,
-) -> int:  # fmt: skip
-    """Write the header at ``at`` of a writable buffer (a ring's slot) and return where its payload begins."""
-    if spec is None:
-        code, rank, total, dims = 0, 0, nbytes or 0, _NO_DIMS
-    else:
-        code, rank, total, dims = _fields(spec)
-    _LAYOUT.pack_into(buffer, at, MAGIC, PROTOCOL_VERSION, kind, code, rank, flags, extra, tag, offset, total, *dims)
-    return at + HEADER_BYTES
 
 
 def decode(buffer: bytes | bytearray | memoryview, at: int = 0) -> Header:
