@@ -432,6 +432,15 @@ def fake_pyverbs(monkeypatch: pytest.MonkeyPatch, shows_descriptors: bool) -> An
         def nothing(self) -> None:
             raise FakeError("Failed to get CQ event", 11)
 
+    class MR(Closing):
+        def __init__(self, domain: Any, nbytes: int, access: int, address: int) -> None:
+            self.lkey, self.rkey = address + 1, address + 2
+
+        def close(self) -> None:
+            super().close()
+            if self.lkey == 667:
+                raise FakeError("Failed to dereg MR", 16)
+
     class CQ(Closing):
         def __init__(self, context: Any, cqe: int, cookie: Any, channel: Any, vector: int) -> None:
             self.channel, self.rung, self.acked = channel, False, 0
@@ -463,7 +472,7 @@ def fake_pyverbs(monkeypatch: pytest.MonkeyPatch, shows_descriptors: bool) -> An
         "addr": {"GID": Request, "AHAttr": Request, "GlobalRoute": Request},
         "cq": {"CQ": CQ, "CompChannel": CompChannel},
         "device": {"Context": Context},
-        "mr": {"MR": Closing},
+        "mr": {"MR": MR},
         "pd": {"PD": lambda context: Closing()},
         "pyverbs_error": {"PyverbsError": FakeError},
         "qp": {
@@ -525,4 +534,17 @@ def test_pyverbs_of_either_shape(monkeypatch: pytest.MonkeyPatch, shows_descript
     again = opened.queue_pair(8, 8, 0)
     assert again._requests is requests, "requests are used again, never freed"
     again.close()
+    opened.close()
+
+
+def test_a_region_has_the_librarys_keys_and_its_errors_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, log = fake_pyverbs(monkeypatch, shows_descriptors=True)
+    opened = module.PyverbsBinding().open("rxe0")
+    region = opened.register(4096, 64, binding.LOCAL_WRITE)
+    assert (region.lkey, region.rkey) == (4097, 4098)
+    region.close()
+    assert log == [("close", "MR")]
+    with pytest.raises(TransportError, match=r"deregistering memory: .*dereg") as failed:
+        opened.register(666, 64, binding.LOCAL_WRITE).close()
+    assert failed.value.errno == 16
     opened.close()

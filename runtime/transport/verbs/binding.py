@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from runtime.errors import ConfigError, UnavailableError
 
@@ -162,6 +163,21 @@ class MemoryRegion(ABC):
     @abstractmethod
     def close(self) -> None:
         """Deregister. Idempotent."""
+
+
+class LibraryRegion(MemoryRegion):
+    """Registered memory as both libraries give it. ``translated`` is the library's own translation of its errors: a context
+    manager that is told what is being done."""
+
+    def __init__(self, region: Any, translated: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._region = region
+        self._translated = translated
+        self.lkey = int(region.lkey)
+        self.rkey = int(region.rkey)
+
+    def close(self) -> None:
+        with self._translated("deregistering memory"):
+            self._region.close()
 
 
 class QueuePair(ABC):

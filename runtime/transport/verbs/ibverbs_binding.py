@@ -21,6 +21,7 @@ from runtime.transport.verbs.binding import (
     Binding,
     Device,
     DeviceLimits,
+    LibraryRegion,
     MemoryRegion,
     Opcode,
     PathTo,
@@ -36,17 +37,6 @@ def _translated(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise TransportError(error.errno or 0, f"{what}: {error.strerror or error}") from error
-
-
-class IbverbsRegion(MemoryRegion):
-    def __init__(self, region: Any) -> None:
-        self._region = region
-        self.lkey = int(region.lkey)
-        self.rkey = int(region.rkey)
-
-    def close(self) -> None:
-        with _translated("deregistering memory"):
-            self._region.close()
 
 
 class IbverbsQueuePair(QueuePair):
@@ -187,7 +177,7 @@ class IbverbsDevice(Device):
 
     def register(self, address: int, nbytes: int, access: int) -> MemoryRegion:
         with _translated(f"registering {nbytes} bytes with {self.name}"):
-            return IbverbsRegion(self._domain.reg_mr(address, nbytes, access))
+            return LibraryRegion(self._domain.reg_mr(address, nbytes, access), _translated)
 
     def queue_pair(self, send_depth: int, recv_depth: int, inline: int) -> QueuePair:
         with _translated(f"creating a queue pair on {self.name}"):

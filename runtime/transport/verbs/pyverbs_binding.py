@@ -37,6 +37,7 @@ from runtime.transport.verbs.binding import (
     Binding,
     Device,
     DeviceLimits,
+    LibraryRegion,
     MemoryRegion,
     Opcode,
     PathTo,
@@ -93,17 +94,6 @@ def _requests() -> dict[int, tuple[Any, Any]]:
         request.sg_list = sge
         pairs[int(opcode)] = (request, sge)
     return pairs
-
-
-class PyverbsRegion(MemoryRegion):
-    def __init__(self, region: Any) -> None:
-        self._region = region
-        self.lkey = int(region.lkey)
-        self.rkey = int(region.rkey)
-
-    def close(self) -> None:
-        with _translated("deregistering memory"):
-            self._region.close()
 
 
 class PyverbsQueuePair(QueuePair):
@@ -254,7 +244,7 @@ class PyverbsDevice(Device):
 
     def register(self, address: int, nbytes: int, access: int) -> MemoryRegion:
         with _translated(f"registering {nbytes} bytes with {self.name}"):
-            return PyverbsRegion(MR(self._domain, nbytes, access, address=address))
+            return LibraryRegion(MR(self._domain, nbytes, access, address=address), _translated)
 
     def queue_pair(self, send_depth: int, recv_depth: int, inline: int) -> QueuePair:
         with _translated(f"creating a queue pair on {self.name}"):
