@@ -11,7 +11,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import grpc
@@ -19,11 +19,17 @@ import numpy as np
 
 from runtime import wire
 from runtime.deadline import Deadline
-from runtime.errors import ChannelClosedError, CorruptMessageError, PeerLostError, VerbflowError
+from runtime.errors import CorruptMessageError, PeerLostError, VerbflowError
 from runtime.future import Future, failed
 from runtime.trace import Phase
-from runtime.transport.base import Channel, Counters, TensorSource
-from runtime.transport.grpc.connection import MAX_CHUNK_BYTES, SERVICE, GrpcTransportBase, translate
+from runtime.transport.base import TensorSource
+from runtime.transport.grpc.connection import (
+    MAX_CHUNK_BYTES,
+    SERVICE,
+    GrpcChannelBase,
+    GrpcTransportBase,
+    translate,
+)
 from runtime.transport.grpc.serving import Session
 from runtime.transport.pending import Pending, encode_key
 from runtime.wire import HEADER_BYTES, Kind
@@ -79,38 +85,20 @@ class GrpcTransport(GrpcTransportBase):
     def threads(self) -> int:
         return 2 * self.settings.max_channels
 
-    def connect(self, address: bytes, *, peer: str, deadline: Deadline) -> Channel:
-        channel = GrpcChannel(self, self.dial(address), peer)
-        self.adopt(channel)
-        try:
-            channel.connect(deadline)
-        except BaseException:
-            channel.close()
-            raise
-        return channel
-
-    def expire(self, channel: Channel, now_ns: int) -> int | None:
-        assert isinstance(channel, GrpcChannel)
-        return channel.expire(now_ns)
+    def channel(self, connection: grpc.Channel, peer: str) -> GrpcChannel:
+        return GrpcChannel(self, connection, peer)
 
 
 def _session_name(context: grpc.ServicerContext) -> str:
     return str(dict(context.invocation_metadata()).get(_SESSION, ""))
 
 
-class GrpcChannel(Channel):
+class GrpcChannel(GrpcChannelBase[int]):
     """One peer. *bulk* is read by a thread of its own; *ask* by whoever waits for a fetch, or else by a background thread."""
 
-    def __init__(self, transport: GrpcTransport, channel: grpc.Channel, peer: str) -> None:
-        self.peer = peer
-        self.counters = Counters()
-        self._transport = transport
-        self._tracer = transport.tracer
-        self._grpc = channel
-        self._guard = threading.Lock()
-        self._pending: dict[int, Pending] = {}
+    def __init__(self, transport: GrpcTransport, connection: grpc.Channel, peer: str) -> None:
+        super().__init__(transport, connection, peer)
         self._tags = itertools.count(1)
-        self._broken: BaseException | None = None
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._welcome: Future[None] = Future(f"connection to {peer} over grpc")
         self._calls: list[grpc.Call] = []
@@ -124,7 +112,7 @@ class GrpcChannel(Channel):
         self._idle = False
 
     def connect(self, deadline: Deadline) -> None:
-        """Open both streams; raises what ``Transport.connect`` promises."""
+        """Open both streams."""
         metadata = (*self._transport.credentials(), (_SESSION, secrets.token_hex(16)))
         opened: Future[None] = Future(self._welcome.what)
         bulk = self._grpc.unary_stream(f"/{SERVICE}/Bulk")(b"", metadata=metadata)
@@ -162,30 +150,19 @@ class GrpcChannel(Channel):
             self._tracer.record(Phase.REQUEST, key, 0, pending.asked_ns, time.monotonic_ns())
         return pending.future
 
-    def close(self) -> None:
-        self.abort(ChannelClosedError(f"the channel to {self.peer} was closed"))
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        self._grpc.close()
-        self._transport.forget(self)
-
-    def abort(self, reason: BaseException) -> None:
-        with self._guard:
-            if self._broken is not None:
-                return
-            self._broken = reason
-            pending, self._pending = self._pending, {}
-        for fetch in pending.values():
-            fetch.fail(reason)
+    def _stop(self, reason: BaseException, given_up: Sequence[int]) -> None:
         self._welcome.set_exception(reason)
         self._requests.put(None)
         for call in self._calls:
             call.cancel()
         self._wake.set()
 
+    def _join(self) -> None:
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
     def expire(self, now_ns: int) -> int | None:
-        """Fail fetches past their deadline; when the next one comes, or None. On the watch's thread."""
         with self._guard:
             late = [tag for tag, pending in self._pending.items() if pending.deadline.at_ns <= now_ns]
             expired = [self._pending.pop(tag) for tag in late]

@@ -1,5 +1,5 @@
-"""What both gRPC transports share: settings, server and channel with the same options, the gate that checks token and
-version, and the one translation of gRPC's errors into ours."""
+"""What both gRPC transports share: settings, server and channels with the same options, how a channel ends, the gate that
+checks token and version, and the one translation of gRPC's errors into ours."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import hmac
 import socket
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from runtime import wire
+from runtime.deadline import Deadline
 from runtime.errors import (
+    ChannelClosedError,
     ConfigError,
     PeerLostError,
     ProtocolMismatchError,
@@ -28,6 +31,7 @@ from runtime.memory.arena import Arena
 from runtime.trace import Tracer
 from runtime.transport.base import Availability, Channel, Counters, Options, TensorSource, Transport
 from runtime.transport.grpc import allocator
+from runtime.transport.pending import Pending
 from runtime.transport.watch import Watch
 
 SERVICE = "verbflow.TensorService"
@@ -37,6 +41,7 @@ _HELLO = "verbflow-hello-bin"
 _TOKEN = "verbflow-token-bin"
 
 Metadata = tuple[tuple[str, str | bytes], ...]
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,7 @@ def _refusal(code: grpc.StatusCode, text: str) -> grpc.RpcMethodHandler:
 
 
 class GrpcTransportBase(Transport):
-    """Server and channels of a gRPC transport; subclasses give the handlers and the channel class."""
+    """Server and channels of a gRPC transport; subclasses give the handlers and the channels."""
 
     max_reply_bytes = -1
 
@@ -142,7 +147,7 @@ class GrpcTransportBase(Transport):
         self.watch = Watch(f"{self.name}-watch", self._expire)
         self._server: grpc.Server | None = None
         self._pool: futures.ThreadPoolExecutor | None = None
-        self._channels: list[Channel] = []
+        self._channels: list[GrpcChannelBase[Any]] = []
         self._closed = Counters()
 
     @classmethod
@@ -156,6 +161,21 @@ class GrpcTransportBase(Transport):
     @abstractmethod
     def threads(self) -> int:
         """Threads that the server may use, and calls that it serves at once."""
+
+    @abstractmethod
+    def channel(self, connection: grpc.Channel, peer: str) -> GrpcChannelBase[Any]:
+        """A channel of this transport's kind, not connected yet."""
+
+    def connect(self, address: bytes, *, peer: str, deadline: Deadline) -> Channel:
+        channel = self.channel(self.dial(address), peer)
+        with self.guard:
+            self._channels.append(channel)
+        try:
+            channel.connect(deadline)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
 
     def listen(self, source: TensorSource) -> bytes:
         if self._server is not None:
@@ -215,12 +235,7 @@ class GrpcTransportBase(Transport):
         """What every call shows to the peer's gate."""
         return ((_HELLO, wire.encode(wire.Kind.HELLO)), (_TOKEN, self.options.token.encode()))
 
-    def adopt(self, channel: Channel) -> None:
-        """Count and close this channel with the transport."""
-        with self.guard:
-            self._channels.append(channel)
-
-    def forget(self, channel: Channel) -> None:
+    def forget(self, channel: GrpcChannelBase[Any]) -> None:
         """A closed channel: keep its counters only."""
         with self.guard, contextlib.suppress(ValueError):
             self._channels.remove(channel)
@@ -250,9 +265,51 @@ class GrpcTransportBase(Transport):
     def _expire(self, now_ns: int) -> int | None:
         with self.guard:
             channels = list(self._channels)
-        moments = [moment for channel in channels if (moment := self.expire(channel, now_ns)) is not None]
+        moments = [moment for channel in channels if (moment := channel.expire(now_ns)) is not None]
         return min(moments, default=None)
 
-    def expire(self, channel: Channel, now_ns: int) -> int | None:
-        """Fail what has passed its deadline on this channel; when to look again, or None."""
+
+class GrpcChannelBase(Channel, Generic[K]):
+    """A connection to one peer and the fetches that wait for it, each under a key of the subclass's own. ``_guard`` is over
+    ``_pending``, ``_broken`` (why the channel is of no use any more) and the counters."""
+
+    def __init__(self, transport: GrpcTransportBase, connection: grpc.Channel, peer: str) -> None:
+        self.peer = peer
+        self.counters = Counters()
+        self._transport = transport
+        self._tracer = transport.tracer
+        self._grpc = connection
+        self._guard = threading.Lock()
+        self._pending: dict[K, Pending] = {}
+        self._broken: BaseException | None = None
+
+    @abstractmethod
+    def connect(self, deadline: Deadline) -> None:
+        """Reach the peer; raises what ``Transport.connect`` promises."""
+
+    def expire(self, now_ns: int) -> int | None:
+        """Fail fetches past their deadline; when the next one comes, or None. On the watch's thread."""
         return None
+
+    def close(self) -> None:
+        self.abort(ChannelClosedError(f"the channel to {self.peer} was closed"))
+        self._join()
+        self._grpc.close()
+        self._transport.forget(self)
+
+    def abort(self, reason: BaseException) -> None:
+        with self._guard:
+            if self._broken is not None:
+                return
+            self._broken = reason
+            pending, self._pending = self._pending, {}
+        for fetch in pending.values():
+            fetch.fail(reason)
+        self._stop(reason, list(pending))
+
+    @abstractmethod
+    def _stop(self, reason: BaseException, given_up: Sequence[K]) -> None:
+        """End the calls to the peer, without waiting; ``given_up``: keys of the fetches that failed. Called once."""
+
+    def _join(self) -> None:
+        """Wait for what ``_stop`` ended."""

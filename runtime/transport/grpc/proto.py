@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 import grpc
@@ -21,8 +22,8 @@ from runtime.errors import ChannelClosedError, CorruptMessageError, PeerLostErro
 from runtime.future import Future, failed
 from runtime.tensor import DTYPE_CODES, DTYPES_BY_CODE, MAX_RANK, TensorSpec, byte_view
 from runtime.trace import Phase
-from runtime.transport.base import Channel, Counters, Lease, TensorSource
-from runtime.transport.grpc.connection import SERVICE, GrpcTransportBase, translate
+from runtime.transport.base import Lease, TensorSource
+from runtime.transport.grpc.connection import SERVICE, GrpcChannelBase, GrpcTransportBase, translate
 from runtime.transport.grpc.tensor_pb2 import RecvTensorRequest, RecvTensorResponse, TensorProto
 from runtime.transport.pending import Pending, encode_key
 
@@ -88,15 +89,8 @@ class GrpcProtoTransport(GrpcTransportBase):
     def threads(self) -> int:
         return self.settings.max_requests
 
-    def connect(self, address: bytes, *, peer: str, deadline: Deadline) -> Channel:
-        channel = GrpcProtoChannel(self, self.dial(address), peer)
-        self.adopt(channel)
-        try:
-            channel.connect(deadline)
-        except BaseException:
-            channel.close()
-            raise
-        return channel
+    def channel(self, connection: grpc.Channel, peer: str) -> GrpcProtoChannel:
+        return GrpcProtoChannel(self, connection, peer)
 
 
 def _refuse(context: grpc.ServicerContext, error: BaseException) -> NoReturn:
@@ -129,24 +123,17 @@ def _wait_for(source: TensorSource, key: str, context: grpc.ServicerContext) -> 
     return answers[0]
 
 
-class GrpcProtoChannel(Channel):
+class GrpcProtoChannel(GrpcChannelBase[grpc.Future]):
     """One peer, any number of calls at a time. Answers are copied to their destination on gRPC's thread."""
 
-    def __init__(self, transport: GrpcProtoTransport, channel: grpc.Channel, peer: str) -> None:
-        self.peer = peer
-        self.counters = Counters()
-        self._transport = transport
-        self._tracer = transport.tracer
-        self._grpc = channel
-        self._guard = threading.Lock()
-        self._calls: dict[grpc.Future, Pending] = {}
-        self._broken: BaseException | None = None
-        self._recv_tensor = channel.unary_unary(
+    def __init__(self, transport: GrpcProtoTransport, connection: grpc.Channel, peer: str) -> None:
+        super().__init__(transport, connection, peer)
+        self._recv_tensor = connection.unary_unary(
             _METHOD, RecvTensorRequest.SerializeToString, RecvTensorResponse.FromString
         )
 
     def connect(self, deadline: Deadline) -> None:
-        """Reach the peer's gate once; raises what ``Transport.connect`` promises."""
+        """Reach the peer's gate once."""
         probe = self._grpc.unary_unary(f"/{SERVICE}/Hello")
         try:
             probe(b"", timeout=deadline.remaining(), metadata=self._transport.credentials())
@@ -173,7 +160,7 @@ class GrpcProtoChannel(Channel):
                 )
             except ValueError as error:  # closed at this moment
                 return failed(ChannelClosedError(str(error)))
-            self._calls[call] = pending
+            self._pending[call] = pending
         if pending.asked_ns:
             self._tracer.record(Phase.REQUEST, key, 0, pending.asked_ns, time.monotonic_ns())
         call.add_done_callback(self._done)
@@ -181,7 +168,7 @@ class GrpcProtoChannel(Channel):
 
     def _done(self, call: grpc.Future) -> None:
         with self._guard:
-            pending = self._calls.pop(call, None)
+            pending = self._pending.pop(call, None)
         if pending is None:  # aborted
             return
         try:
@@ -222,18 +209,6 @@ class GrpcProtoChannel(Channel):
             self.abort(failure)
         return failure
 
-    def close(self) -> None:
-        self.abort(ChannelClosedError(f"the channel to {self.peer} was closed"))
-        self._grpc.close()
-        self._transport.forget(self)
-
-    def abort(self, reason: BaseException) -> None:
-        with self._guard:
-            if self._broken is None:
-                self._broken = reason
-            reason = self._broken
-            calls, self._calls = self._calls, {}
-        for pending in calls.values():
-            pending.fail(reason)
-        for call in calls:
+    def _stop(self, reason: BaseException, given_up: Sequence[grpc.Future]) -> None:
+        for call in given_up:
             call.cancel()
