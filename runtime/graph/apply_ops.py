@@ -18,7 +18,7 @@ from runtime.graph.graph import Node, Output
 from runtime.graph.initialisers import constant, zeros
 from runtime.graph.math_ops import check_count, check_floating
 from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
-from runtime.graph.state_ops import update, update_lock, variable, variable_node
+from runtime.graph.state_ops import NAMED, update, update_lock, variable, variable_node
 from runtime.kernels.matmul import compile_descent, descent_workspace
 from runtime.kernels.parallel import free_shares
 from runtime.tensor import TensorSpec
@@ -30,6 +30,7 @@ PARALLEL_BYTES = 1 << 21
 class _Apply(Op):
     """Inputs: the variable, ``slots`` slots of its spec, the gradient, the learning rate (a scalar); no output."""
 
+    attributes: ClassVar[tuple[str, ...]] = NAMED
     stateful = True
     mutates: ClassVar[tuple[int, ...]] = (0,)
     slots = 0
@@ -123,6 +124,7 @@ class ApplySGDProduct(Op):
     Inputs: the variable [m, n], a [batch, m], b [batch, n], the learning rate. Made by ``fusion``.
     """
 
+    attributes = NAMED
     stateful = True
     mutates = (0,)
 
@@ -169,6 +171,7 @@ class ApplySGDProduct(Op):
 class ApplyMomentum(_Apply):
     """m = ``momentum`` m + g; var -= lr m, or with ``nesterov`` var -= lr (g + ``momentum`` m)"""
 
+    attributes = (*NAMED, "momentum", "nesterov")
     slots = 1
     mutates = (0, 1)
     flops = 4
@@ -228,6 +231,7 @@ class ApplyAdam(_Apply):
     t (int64 scalar) counts this variable's updates, so that bias correction is right for any number of workers.
     """
 
+    attributes = (*NAMED, "beta1", "beta2", "epsilon")
     slots = 2
     mutates = (0, 1, 2, 3)
     flops = 12

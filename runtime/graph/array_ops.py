@@ -107,6 +107,8 @@ class NoOp(Op):
 class Reshape(_View):
     """The same elements in C order under another ``shape``; one size may be -1."""
 
+    attributes = ("shape",)
+
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 1)
@@ -129,6 +131,8 @@ class Reshape(_View):
 @register
 class Transpose(Moved):
     """Axis i of the output is axis ``perm[i]`` of the input."""
+
+    attributes = ("perm",)
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
@@ -155,6 +159,8 @@ class Transpose(Moved):
 class BroadcastTo(Moved):
     """Repeated to ``shape`` by numpy's rules."""
 
+    attributes = ("shape",)
+
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 1)
@@ -178,6 +184,8 @@ class BroadcastTo(Moved):
 @register
 class Concat(Moved):
     """Inputs joined along ``axis``."""
+
+    attributes = ("axis",)
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
@@ -211,6 +219,8 @@ class Concat(Moved):
 class Split(Moved):
     """Cut along ``axis`` into pieces of the given ``sizes``, one output each."""
 
+    attributes = ("axis", "sizes")
+
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 1)
@@ -242,6 +252,8 @@ class Split(Moved):
 @register
 class Slice(Moved):
     """The ``size`` elements from ``begin`` on, along each axis."""
+
+    attributes = ("begin", "size")
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
@@ -275,6 +287,8 @@ class Slice(Moved):
 @register
 class Pad(Moved):
     """Zeros around: ``paddings`` holds before and after of each axis, flat."""
+
+    attributes = ("paddings",)
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:

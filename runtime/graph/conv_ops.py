@@ -7,7 +7,7 @@ also take one size for both directions and "SAME" or "VALID".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -60,6 +60,8 @@ def _memory(op: type[Op], inputs: Arrays, attrs: Attrs, context: KernelContext) 
 class Conv2D(Op):
     """Cross-correlation of images with a filter. Inputs: images, filter."""
 
+    attributes = ("stride", "padding")
+
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 2)
@@ -103,6 +105,8 @@ class Conv2D(Op):
 @register
 class Conv2DBackpropInput(Op):
     """Gradient of Conv2D for its images, which have ``shape``. Inputs: filter, gradient of the output."""
+
+    attributes = ("stride", "padding", "shape")
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -151,6 +155,8 @@ class Conv2DBackpropInput(Op):
 @register
 class Conv2DBackpropFilter(Op):
     """Gradient of Conv2D for its filter, which has ``shape``. Inputs: images, gradient of the output."""
+
+    attributes = ("stride", "padding", "shape")
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -211,6 +217,8 @@ def _pooling_out(images: TensorSpec, attrs: Attrs) -> TensorSpec:
 class _Pool(Op):
     """Input: images."""
 
+    attributes: ClassVar[tuple[str, ...]] = ("kernel", "stride", "padding")
+
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 1)
@@ -252,6 +260,8 @@ class MaxPool(_Pool):
 @register
 class MaxPoolGrad(Op):
     """Gradient of MaxPool: all of a window's goes to one of its maxima. Inputs: images, pooled, gradient of it."""
+
+    attributes = ("kernel", "stride", "padding")
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -299,6 +309,8 @@ class AvgPool(_Pool):
 @register
 class AvgPoolGrad(Op):
     """Gradient of AvgPool for its images, which have ``shape``. Input: gradient of the output."""
+
+    attributes = ("kernel", "stride", "padding", "shape")
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:

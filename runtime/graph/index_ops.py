@@ -52,6 +52,8 @@ class Gather(Moved):
 class GatherGrad(Moved):
     """Gradient of Gather: a dense table of ``rows`` rows into which rows of the second input are added, in order."""
 
+    attributes = ("rows",)
+
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 2)
@@ -110,6 +112,8 @@ def _index_check(indices: np.ndarray, count: int, node: str) -> Call:
 @register
 class OneHot(Op):
     """1 at position ``indices`` of a new last axis of size ``depth`` and 0 elsewhere; an index outside gives zeros."""
+
+    attributes = ("depth", "dtype")
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:

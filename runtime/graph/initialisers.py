@@ -16,6 +16,7 @@ from runtime.errors import GraphError, ShapeError
 from runtime.tensor import TensorSpec
 
 KINDS = ("zeros", "constant", "uniform", "normal", "truncated_normal", "tensor")
+INIT_ATTRIBUTES = ("init", "init_value", "init_args", "init_seed")
 _BLOCK = 1 << 20  # elements drawn at a time, which bounds the temporary memory
 
 

@@ -225,6 +225,8 @@ class AddN(Op):
 class Cast(Op):
     """To another ``dtype``, as C does it (floats are cut off towards zero)."""
 
+    attributes = ("dtype",)
+
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 1)

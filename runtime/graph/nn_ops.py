@@ -89,6 +89,7 @@ class ReluGrad(Op):
 class BiasAdd(Op):
     """x[..., c] + bias[c], cut off below zero where the attribute ``relu`` is set. Inputs: x, bias."""
 
+    attributes = ("relu",)
     inplace = ((0, 0),)
 
     @staticmethod
@@ -290,6 +291,8 @@ class SparseSoftmaxCrossEntropyGrad(Op):
 class InTopK(Op):
     """Whether fewer than ``k`` logits of the row are larger than its label's. Inputs: logits, labels."""
 
+    attributes = ("k",)
+
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 2)
@@ -310,6 +313,7 @@ class Dropout(Op):
     """x / (1 - rate) where the mask, the second output, keeps it, else 0. The mask follows from ``seed``, the node's name and
     the step's number alone, so that every placement and every replay of a step drops the same elements."""
 
+    attributes = ("rate", "seed")
     inplace = ((0, 0),)
     stateful = True
 
@@ -347,6 +351,7 @@ class Dropout(Op):
 class DropoutGrad(Op):
     """The gradient / (1 - rate) where the mask kept the element, else 0. Inputs: gradient, mask."""
 
+    attributes = ("rate",)
     inplace = ((0, 0),)
 
     @staticmethod

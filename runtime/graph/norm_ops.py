@@ -45,6 +45,8 @@ def _statistics_workspace(x: TensorSpec) -> int:
 class BatchNorm(Op):
     """Training-time batch normalisation. Inputs: x, gamma, beta. Outputs: y, and the batch's mean and (biased) variance."""
 
+    attributes = ("epsilon",)
+
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 3)
@@ -87,6 +89,7 @@ class BatchNorm(Op):
 class BatchNormGrad(Op):
     """Inputs: gradient of y, x, gamma, mean, variance. Outputs: gradients of x, gamma, beta."""
 
+    attributes = ("epsilon",)
     inplace = ((0, 0),)
 
     @staticmethod
@@ -118,6 +121,7 @@ class BatchNormGrad(Op):
 class BatchNormInference(Op):
     """gamma (x - mean) / sqrt(variance + epsilon) + beta with given statistics. Inputs: x, gamma, beta, mean, variance."""
 
+    attributes = ("epsilon",)
     inplace = ((0, 0),)
 
     @staticmethod
@@ -141,6 +145,8 @@ class BatchNormInference(Op):
 @register
 class LocalResponseNorm(Op):
     """x / (bias + alpha sum of squares over the channels up to ``depth_radius`` away)^beta. Outputs: that, and the bracket."""
+
+    attributes = ("depth_radius", "bias", "alpha", "beta")
 
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
@@ -173,6 +179,7 @@ class LocalResponseNorm(Op):
 class LocalResponseNormGrad(Op):
     """Inputs: x, y, scale, gradient of y."""
 
+    attributes = ("depth_radius", "alpha", "beta")
     inplace = ((3, 0),)
 
     @staticmethod

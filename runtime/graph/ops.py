@@ -60,6 +60,7 @@ class KernelContext:
 class Op(ABC):
     """An operation. Instances do not exist: the class is the entry in the registry, all methods are static or class ones.
 
+    ``attributes``: names of all that a node of the op may be given; the graph refuses others, which would have no effect.
     ``inplace``: pairs (input, output) that may share memory where their specs are equal, because element i of the output
     depends on no other element of that input that is written before it is read. The plan decides whether they do.
     ``alias``: output 0 *is* input 0's memory under another shape (Reshape, Identity, Assign); ``compile`` returns None
@@ -75,6 +76,7 @@ class Op(ABC):
     """
 
     name: ClassVar[str]
+    attributes: ClassVar[tuple[str, ...]] = ()
     inplace: ClassVar[tuple[tuple[int, int], ...]] = ()
     alias: ClassVar[bool] = False
     resident: ClassVar[bool] = False

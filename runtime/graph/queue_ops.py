@@ -17,6 +17,7 @@ from runtime.tensor import TensorSpec, dtype_of
 class Enqueue(Op):
     """Puts the input into ``queue`` (of ``capacity``), when there is room."""
 
+    attributes = ("queue", "capacity", "container")
     stateful = True
     asynchronous = True
 
@@ -41,6 +42,7 @@ class Enqueue(Op):
 class Dequeue(Op):
     """The oldest tensor of ``queue``, which holds tensors of ``shape`` and ``dtype``, when there is one."""
 
+    attributes = ("queue", "capacity", "shape", "dtype", "container")
     stateful = True
     asynchronous = True
 

@@ -63,6 +63,8 @@ class LSTMGatesGrad(Op):
     """Inputs: gates, cell state before and after, then the gradient of the hidden state if ``hidden`` and that of the cell
     state if ``cell``. Outputs: gradients of the preactivations and of the cell state before."""
 
+    attributes = ("hidden", "cell")
+
     @staticmethod
     def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 3 + bool(attrs["hidden"]) + bool(attrs["cell"]))

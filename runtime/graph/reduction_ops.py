@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from runtime.tensor import TensorSpec
 @register
 class MatMul(Op):
     """Product of two matrices, either one transposed first (``transpose_a``, ``transpose_b``)."""
+
+    attributes = ("transpose_a", "transpose_b")
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
@@ -90,6 +93,8 @@ class MatMul(Op):
 
 class _Reduction(Op):
     """Over ``axes`` (a tuple; None: all), which stay with size 1 if ``keepdims``."""
+
+    attributes: ClassVar[tuple[str, ...]] = ("axes", "keepdims")
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
@@ -223,6 +228,8 @@ class ReduceMax(_Reduction):
 class SumTo(Op):
     """Sum over the axes along which ``shape`` was broadcast to the input's: the gradient of broadcasting."""
 
+    attributes = ("shape",)
+
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 1)
@@ -252,6 +259,8 @@ class SumTo(Op):
 @register
 class ArgMax(Op):
     """Index of the first largest element along ``axis``, as int64."""
+
+    attributes = ("axis",)
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:

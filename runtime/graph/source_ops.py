@@ -37,6 +37,7 @@ class _Source(Op):
 class Placeholder(_Source):
     """A tensor that is fed each step, with ``shape`` and ``dtype``; the executor copies the fed value into it."""
 
+    attributes = ("shape", "dtype")
     stateful = True
 
 
@@ -44,6 +45,7 @@ class Placeholder(_Source):
 class Constant(_Source):
     """The array ``value``."""
 
+    attributes = ("value",)
     resident = True
 
     @staticmethod
@@ -63,6 +65,7 @@ class Constant(_Source):
 class Fill(_Source):
     """``value`` (a number) in every element of ``shape``; takes no room in a serialised graph."""
 
+    attributes = ("shape", "dtype", "value")
     resident = True
 
     @staticmethod

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from runtime.errors import GraphError, ShapeError
 from runtime.graph.graph import Graph, Node, Output, current_graph
-from runtime.graph.initialisers import KINDS, Initialiser, write_initial, zeros
+from runtime.graph.initialisers import INIT_ATTRIBUTES, KINDS, Initialiser, write_initial, zeros
 from runtime.graph.math_ops import check_count, check_floating
 from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
 from runtime.tensor import TensorSpec, dtype_of
 
 GLOBAL_STEP = "global_step"
+NAMED = ("variable", "container")  # attributes of an op that belongs to a variable, as the variable's own
 
 
 @register
@@ -33,6 +34,7 @@ class Variable(Op):
     The first graph to be registered with it creates and initialises it (attributes of ``initialisers``).
     """
 
+    attributes = (*NAMED, "shape", "dtype", *INIT_ATTRIBUTES)
     resident = True
     stateful = True
 
@@ -71,6 +73,7 @@ def update_lock(memory: np.ndarray, attrs: Attrs, context: KernelContext) -> Any
 class ReadVariable(Op):
     """A copy of a variable that no update was half done in."""
 
+    attributes = NAMED
     stateful = True
 
     @staticmethod
@@ -103,6 +106,7 @@ class ReadVariable(Op):
 class _Assignment(Op):
     """Inputs (variable, value); the output is the variable's memory afterwards."""
 
+    attributes: ClassVar[tuple[str, ...]] = NAMED
     alias = True
     mutates = (0,)
     stateful = True
@@ -151,6 +155,7 @@ class AssignAdd(_Assignment):
 class AdvanceStep(Op):
     """Counts the global step (int64 scalar) on by one and lets those go on who await it; gives the variable's memory."""
 
+    attributes = NAMED
     alias = True
     mutates = (0,)
     stateful = True
@@ -182,6 +187,7 @@ class AwaitStep(Op):
     It does not take the variable as an input, because it must not be put in order before or after its updates.
     """
 
+    attributes = NAMED
     stateful = True
     asynchronous = True
 
@@ -212,6 +218,7 @@ class AccumulatorApply(Op):
     Done when the gradient was averaged, or at once if it is stale.
     """
 
+    attributes = ("accumulator", "container", "worker")
     stateful = True
     asynchronous = True
 
@@ -240,6 +247,7 @@ class AccumulatorApply(Op):
 class AccumulatorTake(Op):
     """The mean of ``count`` replicas' gradients of one step, when they are there."""
 
+    attributes = ("accumulator", "container", "count", "shape", "dtype")
     stateful = True
     asynchronous = True
 

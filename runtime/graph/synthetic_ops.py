@@ -34,6 +34,7 @@ class SyntheticCompute(Op):
     """Takes ``seconds`` of the thread's time without using the processor, its gradient ``gradient_seconds``. Inputs: a scalar
     that comes out again, so that layers are in order, and the layer's parameters, which are waited for and not read."""
 
+    attributes = ("seconds", "gradient_seconds")
     stateful = True
 
     @staticmethod
@@ -71,6 +72,7 @@ class SyntheticComputeGrad(Op):
     """Takes ``seconds``, the time to write the gradients included. Inputs: the scalar's gradient, the parameters. Outputs: the
     scalar's gradient, and for each parameter a tensor of its shape full of that number."""
 
+    attributes = ("seconds",)
     stateful = True
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ CONTROL_SPEC = TensorSpec((0,), np.dtype(np.uint8))
 class _Transfer(Op):
     """``edge`` is the edge's id, ``tensor`` the producer's output name, ``src`` and ``dst`` the devices."""
 
+    attributes: ClassVar[tuple[str, ...]] = ("edge", "tensor", "src", "dst")
     stateful = True
 
     @staticmethod
@@ -41,6 +43,8 @@ class Send(_Transfer):
 @register
 class Recv(_Transfer):
     """The tensor of ``shape`` and ``dtype`` that the Send of the same edge sends."""
+
+    attributes = (*_Transfer.attributes, "shape", "dtype")
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:

@@ -70,6 +70,28 @@ def test_unknown_ops_and_devices(graph: Graph) -> None:
         register(type("Add", (op_class("Add"),), {"name": "Add"}))
 
 
+def test_an_attribute_that_the_op_does_not_state_is_refused(graph: Graph) -> None:
+    x = ops.placeholder((2, 2))
+    with pytest.raises(GraphError, match=r"y \(MatMul\): there is no attribute 'transpose_B'; its.* transpose_a, transpose_b"):
+        graph.add("MatMul", x, x, name="y", transpose_B=True)
+    with pytest.raises(GraphError, match=r"Neg \(Neg\): there is no attribute 'axis', 'keepdims'; it takes none"):
+        graph.add("Neg", x, axis=0, keepdims=True)
+    assert len(graph) == 1 and "y" not in graph
+
+    message = graph_to_proto(graph)
+    message.nodes[0].attributes["layout"].text = "NHWC"
+    with pytest.raises(GraphError, match=r"Placeholder \(Placeholder\): there is no attribute 'layout'"):
+        graph_from_proto(message)
+
+
+@pytest.mark.parametrize("name", known_ops())
+def test_every_op_refuses_attributes_that_it_does_not_state(name: str) -> None:
+    with pytest.raises(GraphError) as refused:
+        Graph().add(name, misspelt=1)
+    for part in (name, "'misspelt'", *op_class(name).attributes):
+        assert part in str(refused.value)
+
+
 def test_inputs_must_be_of_the_same_graph(graph: Graph) -> None:
     x = ops.placeholder((2,), name="x")
     other = Graph()
@@ -253,13 +275,14 @@ def test_a_graph_survives_its_journey_with_everything_in_it() -> None:
     np.testing.assert_array_equal(evaluate(graph, [y], feeds), evaluate(again, [again.output(y.name)], feeds))
 
 
-def test_every_kind_of_attribute_survives() -> None:
+def test_every_kind_of_attribute_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     values: dict[str, Any] = {
         "nothing": None, "yes": True, "no": False, "zero": 0, "big": -(2**62), "half": 0.5, "empty": "",
         "text": "añ", "ints": (1, -2), "none": (), "floats": (0.0, -0.0, float("inf")), "dtype": np.dtype(bool),
         "scalar": np.array(3, np.int8), "hollow": np.zeros((0, 3), np.float16), "array": np.arange(6.0).reshape(2, 3),
         "flags": np.array([True, False]), "complex": np.array([1j], np.complex64),
     }  # fmt: skip
+    monkeypatch.setattr(op_class("NoOp"), "attributes", tuple(values))
     graph = Graph()
     graph.add("NoOp", **values)
     attrs = load_graph(dump_graph(graph)).nodes[0].attrs
