@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from harness.bench.base import RankContext, VerificationError, parameter
+from harness.bench.settings import spin_us_parameter
 from harness.bench.training import Training, TrainingParams, TrainingState, run_updates
 from runtime.cluster.session import Session
 from runtime.errors import ConfigError
@@ -47,7 +48,7 @@ class EmulatedParams(TrainingParams):
     spread_ns: int = parameter(0, "workers begin evenly over this time, best a step's of one worker", unit="ns")
     global_steps: int = parameter(24, "timed steps of all workers together", at_least=1)
     fabric_rate: int = parameter(0, "bytes a second of every task's port; 0: no fabric", unit="bytes")
-    spin_us: int = parameter(60, "how long a waiting thread polls before it sleeps", at_most=10_000)
+    spin_us: int = spin_us_parameter()
 
 
 @dataclass

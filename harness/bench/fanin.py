@@ -22,7 +22,7 @@ from harness.bench.base import (
     pattern,
     transport_parameter,
 )
-from harness.bench.transfer import arena_bytes
+from harness.bench.fetching import Served, arena_bytes
 from runtime.deadline import Deadline
 from runtime.errors import ChannelClosedError, ConfigError, DeadlineError, VerbflowError
 from runtime.tensor import TensorSpec
@@ -103,17 +103,6 @@ class Outbox:
             self._taken.set()
 
 
-class Shelf:
-    """What a server offers: the same arrays again and again."""
-
-    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
-        self._arrays = arrays
-
-    def take(self, key: str, reply: Reply) -> None:
-        array = self._arrays.get(key)
-        reply(Lease(array) if array is not None else ConfigError(f"no tensor is called {key!r} here"))
-
-
 @dataclass
 class FanInState:
     p: FanInParams
@@ -155,7 +144,7 @@ class FanIn(Benchmark):
                 array[:] = pattern(spec.nbytes, seed=ctx.rank * 100 + index)
                 own[str(index)] = array
             outbox = Outbox(own) if self.timed(ctx, p) else None
-            addresses = ctx.group.exchange_bytes(transport.listen(outbox or Shelf(own)))
+            addresses = ctx.group.exchange_bytes(transport.listen(outbox or Served(own)))
             others = range(p.servers, ctx.size) if outbox is None else range(p.servers)
             channels = []
             into = []

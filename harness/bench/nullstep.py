@@ -11,6 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.bench.base import TRANSPORTS, RankContext, VerificationError, parameter
+from harness.bench.settings import (
+    binding_parameter,
+    chunk_bytes_parameter,
+    eager_threshold_parameter,
+    protocol_parameter,
+)
 from harness.bench.training import Training, TrainingState
 from runtime.cluster.spec import task_name
 from runtime.graph import initialisers
@@ -30,15 +36,10 @@ class NullStepParams:
     servers: int = parameter(1, "parameter servers", at_least=1, at_most=64)
     workers: int = parameter(1, "workers", at_least=1, at_most=256)
     threads: int = parameter(1, "threads of a task's kernels", at_least=1, at_most=1024)
-    protocol: str = parameter(
-        "auto",
-        "how a one-sided transport moves the bytes of a fetch",
-        unit="text",
-        choices=("auto", "eager", "read", "write", "paper_read", "paper_write"),
-    )
-    eager_threshold: int = parameter(0, "below it payloads travel in the message; 0: the default", unit="bytes")
-    chunk_bytes: int = parameter(0, "largest piece of one operation; 0: the default", unit="bytes")
-    binding: str = parameter("auto", "RDMA binding", unit="text", choices=("auto", "pyverbs", "ibverbs"))
+    protocol: str = protocol_parameter()
+    eager_threshold: int = eager_threshold_parameter()
+    chunk_bytes: int = chunk_bytes_parameter()
+    binding: str = binding_parameter()
 
     @property
     def arena_bytes(self) -> int:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.bench.base import Benchmark, RankContext, VerificationError, close_transport, parameter, pattern
-from harness.bench.transfer import arena_bytes
+from harness.bench.fetching import arena_bytes
+from harness.bench.settings import binding_parameter
 from runtime.transport.base import Transport
 
 
@@ -26,7 +27,7 @@ class RegistrationParams:
         choices=("register", "copy", "fresh"),
     )
     nbytes: int = parameter(1 << 20, "buffer size", unit="bytes", at_least=1, at_most=1 << 30)
-    binding: str = parameter("auto", "RDMA binding", unit="text", choices=("auto", "pyverbs", "ibverbs"))
+    binding: str = binding_parameter()
 
 
 @dataclass

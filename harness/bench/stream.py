@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.bench.base import (
-    Benchmark,
     RankContext,
     check_pattern,
     close_transport,
@@ -15,10 +14,16 @@ from harness.bench.base import (
     pattern,
     transport_parameter,
 )
-from harness.bench.transfer import Served, arena_bytes, received_exactly, transport_params
+from harness.bench.fetching import Fetching, FetchState, Served, arena_bytes
+from harness.bench.settings import (
+    binding_parameter,
+    chunk_bytes_parameter,
+    eager_threshold_parameter,
+    protocol_parameter,
+    transport_params,
+)
 from runtime.errors import ConfigError
 from runtime.tensor import TensorSpec
-from runtime.transport.base import Channel, Transport
 
 
 @dataclass(frozen=True)
@@ -27,26 +32,19 @@ class StreamParams:
     nbytes: int = parameter(1 << 20, "tensor size", unit="bytes", at_least=1, at_most=1 << 32)
     window: int = parameter(8, "fetches in flight", at_least=1, at_most=1024)
     directions: int = parameter(1, "1: one rank fetches, 2: both do at once", at_least=1, at_most=2)
-    protocol: str = parameter(
-        "auto",
-        "how a one-sided transport moves the bytes of a fetch",
-        unit="text",
-        choices=("auto", "eager", "read", "write", "paper_read", "paper_write"),
-    )
-    eager_threshold: int = parameter(0, "below it payloads travel in the message; 0: the default", unit="bytes")
-    chunk_bytes: int = parameter(0, "largest piece of one operation; 0: the default", unit="bytes")
-    binding: str = parameter("auto", "RDMA binding", unit="text", choices=("auto", "pyverbs", "ibverbs"))
+    protocol: str = protocol_parameter()
+    eager_threshold: int = eager_threshold_parameter()
+    chunk_bytes: int = chunk_bytes_parameter()
+    binding: str = binding_parameter()
 
 
 @dataclass
-class StreamState:
+class StreamState(FetchState):
     p: StreamParams
-    transport: Transport
-    channel: Channel | None
     into: list[np.ndarray]
 
 
-class Stream(Benchmark):
+class Stream(Fetching):
     name = "stream"
     summary = "a window of fetches in flight: bandwidth, one way or both"
     Params = StreamParams
@@ -99,16 +97,3 @@ class Stream(Benchmark):
         for future in futures:
             future.result(ctx.deadline)
         return state.p.window * state.p.nbytes
-
-    def teardown(self, ctx: RankContext, state: StreamState) -> None:
-        if state.channel is not None:
-            state.channel.close()
-        close_transport(state.transport)
-
-    def transport_totals(self, ctx: RankContext, state: StreamState) -> dict[str, int]:
-        return state.transport.totals().as_dict()
-
-    def suspicion(
-        self, ctx: RankContext, p: StreamParams, before: dict[str, int], after: dict[str, int], moved: int
-    ) -> str:
-        return received_exactly(before, after, moved)

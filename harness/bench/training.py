@@ -17,7 +17,13 @@ import numpy as np
 
 from harness.bench.alone import random_feeds
 from harness.bench.base import TRANSPORTS, Benchmark, RankContext, VerificationError, parameter
-from harness.bench.transfer import transport_params
+from harness.bench.settings import (
+    binding_parameter,
+    chunk_bytes_parameter,
+    eager_threshold_parameter,
+    protocol_parameter,
+    transport_params,
+)
 from runtime.cluster.server import Server
 from runtime.cluster.session import Session
 from runtime.cluster.spec import task_name
@@ -56,13 +62,10 @@ class TrainingParams:
     arena_bytes: int = parameter(
         1 << 30, "memory of a task for variables and tensors that travel", unit="bytes", at_least=1 << 20
     )
-    protocol: str = parameter(
-        "auto", "how a one-sided transport moves the bytes of a fetch", unit="text",
-        choices=("auto", "eager", "read", "write", "paper_read", "paper_write"),
-    )  # fmt: skip
-    eager_threshold: int = parameter(0, "below it payloads travel in the message; 0: the default", unit="bytes")
-    chunk_bytes: int = parameter(0, "largest piece of one operation; 0: the default", unit="bytes")
-    binding: str = parameter("auto", "RDMA binding", unit="text", choices=("auto", "pyverbs", "ibverbs"))
+    protocol: str = protocol_parameter()
+    eager_threshold: int = eager_threshold_parameter()
+    chunk_bytes: int = chunk_bytes_parameter()
+    binding: str = binding_parameter()
 
 
 @dataclass

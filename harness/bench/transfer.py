@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from harness.bench.base import (
-    Benchmark,
     RankContext,
     VerificationError,
     check_pattern,
@@ -21,13 +19,19 @@ from harness.bench.base import (
     pattern,
     transport_parameter,
 )
-from runtime.errors import ConfigError
+from harness.bench.fetching import Fetching, FetchState, Served, arena_bytes
+from harness.bench.settings import (
+    binding_parameter,
+    chunk_bytes_parameter,
+    eager_threshold_parameter,
+    protocol_parameter,
+    spin_us_parameter,
+    transport_params,
+)
 from runtime.tensor import TensorSpec
-from runtime.transport.base import Channel, Lease, Reply, Transport
 
 ONE_PROCESS = ("inproc", "null")
 _GUARD = 64
-_SETTINGS = {"spin_us": 60, "message_reuse": True, "tensor_reuse": True, "pool": True}
 _KEY = "/job:bench/task:0;tensor"
 
 
@@ -35,61 +39,26 @@ _KEY = "/job:bench/task:0;tensor"
 class TransferParams:
     transport: str = transport_parameter()
     nbytes: int = parameter(4096, "tensor size", unit="bytes", at_most=1 << 33)
-    protocol: str = parameter(
-        "auto",
-        "how a one-sided transport moves the bytes of a fetch",
-        unit="text",
-        choices=("auto", "eager", "read", "write", "paper_read", "paper_write"),
-    )
-    eager_threshold: int = parameter(0, "below it payloads travel in the message; 0: the default", unit="bytes")
-    chunk_bytes: int = parameter(0, "largest piece of one operation; 0: the default", unit="bytes")
-    spin_us: int = parameter(60, "how long a waiting thread polls before it sleeps", at_most=10_000)
+    protocol: str = protocol_parameter()
+    eager_threshold: int = eager_threshold_parameter()
+    chunk_bytes: int = chunk_bytes_parameter()
+    spin_us: int = spin_us_parameter()
     message_reuse: bool = parameter(True, "paper_*: messages from buffers registered once", unit="flag")
     tensor_reuse: bool = parameter(True, "paper_*: a tensor's buffers are kept", unit="flag")
     pool: bool = parameter(True, "paper_*: buffers from one registered block", unit="flag")
-    binding: str = parameter("auto", "RDMA binding", unit="text", choices=("auto", "pyverbs", "ibverbs"))
+    binding: str = binding_parameter()
     delay_ns: int = parameter(0, "added to every iteration by a busy wait, to test the instrument", unit="ns")
 
 
 @dataclass
-class TransferState:
+class TransferState(FetchState):
     p: TransferParams
-    transport: Transport
-    channel: Channel | None
     landing: np.ndarray
     into: np.ndarray
     moves: int
 
 
-class Served:
-    """A tensor source that gives out the same arrays again and again."""
-
-    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
-        self._arrays = arrays
-
-    def take(self, key: str, reply: Reply) -> None:
-        array = self._arrays.get(key)
-        reply(Lease(array) if array is not None else ConfigError(f"no tensor is called {key!r} here"))
-
-
-def transport_params(p: Any) -> dict[str, Any]:
-    """The transport's own settings among a benchmark's parameters; those left at their default are not passed on."""
-    params = {name: getattr(p, name) for name in ("protocol", "eager_threshold", "chunk_bytes", "binding")}
-    chosen = {name: value for name, value in params.items() if value not in ("auto", 0)}
-    # Their defaults are the transport's, which are not "auto" or 0.
-    for name, default in _SETTINGS.items():
-        value = getattr(p, name, default)
-        if value != default:
-            chosen[name] = value
-    return chosen
-
-
-def arena_bytes(payload: int) -> int:
-    """Room for a payload, its guards, and what a transport needs for rings and messages."""
-    return payload + (payload >> 3) + (32 << 20)
-
-
-class Transfer(Benchmark):
+class Transfer(Fetching):
     name = "transfer"
     summary = "one fetch of a tensor: latency, and its rate over size"
     Params = TransferParams
@@ -137,22 +106,3 @@ class Transfer(Benchmark):
             while time.monotonic_ns() < end:
                 continue
         return state.moves
-
-    def teardown(self, ctx: RankContext, state: TransferState) -> None:
-        if state.channel is not None:
-            state.channel.close()
-        close_transport(state.transport)
-
-    def transport_totals(self, ctx: RankContext, state: TransferState) -> dict[str, int]:
-        return state.transport.totals().as_dict()
-
-    def suspicion(
-        self, ctx: RankContext, p: TransferParams, before: dict[str, int], after: dict[str, int], moved: int
-    ) -> str:
-        return received_exactly(before, after, moved)
-
-
-def received_exactly(before: dict[str, int], after: dict[str, int], moved: int) -> str:
-    """A sentence unless the transport received just the bytes that were timed."""
-    received = after["bytes_in"] - before["bytes_in"]
-    return "" if received == moved else f"the transport counted {received} bytes received where {moved} were timed"
