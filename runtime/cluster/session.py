@@ -137,6 +137,8 @@ class Session:
         self, task: str, names: Sequence[str], deadline: Deadline, container: str = ""
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Copies of variables of one task, all taken at one moment between updates."""
+        if not names:  # which a task would take for all of its variables
+            return iter(())
         if self._master is None:
             copies = self._runner.resources.snapshot(container, names)
             if absent := [name for name in names if name not in copies]:

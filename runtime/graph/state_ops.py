@@ -361,7 +361,8 @@ def read_variable(target: Output, name: str | None = None) -> Output:
 
 def global_step(graph: Graph | None = None) -> Output:
     """The step counter of training, an int64 scalar: the graph's if it has one, else a new one."""
-    graph = graph or current_graph()
+    if graph is None:  # an empty one counts as false
+        graph = current_graph()
     if GLOBAL_STEP in graph:
         return graph.node(GLOBAL_STEP).out
     with graph.as_default(), graph.root_scope():

@@ -391,6 +391,7 @@ def test_variables_can_be_saved_and_set() -> None:
             deadline = Deadline.after(20)
             assert session.variables_elsewhere() == {PS: {"total": TensorSpec((4,), np.dtype(np.float32))}}
             assert session.variable_bytes(PS, deadline) == {"total": 16}
+            assert list(session.save_variables(PS, [], deadline)) == []
             saved = dict(session.save_variables(PS, ["total"], deadline))
             np.testing.assert_array_equal(saved["total"], ones)
             session.restore_variables(PS, {"total": 5 * ones}, deadline)

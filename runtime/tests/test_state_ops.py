@@ -332,6 +332,16 @@ def test_mean_passes_every_block(count: int, size: int) -> None:
     np.testing.assert_allclose(out, np.arange(size) + (count - 1) / 2, 1e-6)
 
 
+def test_the_global_step_of_an_empty_graph_is_made_in_it() -> None:
+    empty, other = Graph(), Graph()
+    step = state.global_step(empty)
+    assert step.graph is empty and state.global_step(empty) == step
+    with other.as_default():
+        assert state.global_step(Graph()).graph is not other
+        assert len(other) == 0
+        assert state.global_step().graph is other
+
+
 def _replica(worker: int, workers: int, chief: bool) -> Graph:
     graph = Graph()
     with graph.as_default():
