@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -343,6 +343,25 @@ def test_a_session_without_a_cluster_is_saved_too_once_its_variables_exist(tmp_p
         session.run(scheme.train, {x: examples(8)[0], y: examples(8)[1]})
         supervisor.close()
     assert supervisor.saved == [1]
+
+
+@pytest.mark.parametrize("in_cluster", [False, True], ids=["alone", "in a cluster"])
+def test_a_supervisor_closed_before_any_step_leaves_no_checkpoint(tmp_path: Path, in_cluster: bool) -> None:
+    with cluster(1) if in_cluster else nullcontext((None, [None])) as (_, (worker,)):
+        graph = Graph()
+        x, y, loss = regression(graph, 8, WORKER)
+        scheme = asynchronous(loss, SGD(0.01))
+        with Session(graph, worker) as session:
+            with Supervisor(session, chief=True, folder=tmp_path):
+                pass  # nor prepared
+            with Supervisor(session, chief=True, folder=tmp_path) as supervisor:
+                assert supervisor.prepare() == 0
+            supervisor.close()
+            assert supervisor.saved == [] and latest_checkpoint(tmp_path) is None
+            with Supervisor(session, chief=True, folder=tmp_path) as supervisor:
+                supervisor.prepare()
+                session.run(scheme.train, {x: examples(8)[0], y: examples(8)[1]})
+            assert supervisor.saved == [1]
 
 
 # Reports.

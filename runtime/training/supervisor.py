@@ -192,14 +192,21 @@ class Supervisor:
         return 0
 
     def close(self, save: bool = True) -> None:
-        """Stop saving by interval; the chief writes a last checkpoint if ``save``. Idempotent."""
+        """Stop saving by interval; the chief writes a last checkpoint if ``save`` and there is anything to save. Idempotent."""
         self._stop.set()
         self._due.set()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
-            if save:
+            if save and self._begun(Deadline.after(_CALL_S)):
                 self.save()
+
+    def _begun(self, deadline: Deadline) -> bool:
+        """Does any of the variables exist?"""
+        # They come to be when the first graph is registered with them, so before the first step there may be none.
+        return any(
+            self.session.variable_bytes(task, deadline).keys() & specs.keys() for task, specs in self._specs.items()
+        )
 
     def __enter__(self) -> Supervisor:
         return self
