@@ -104,6 +104,7 @@ def open_server(arguments: argparse.Namespace, token: str) -> Server:
         token=token,
         arena_bytes=arguments.arena_mib << 20,
         threads=arguments.threads,
+        hold_blas=False,  # set_threads has chosen, and an explicit setting of the user's wins
         bind=arguments.bind,
         params=params,
         tls=Tls(*arguments.tls) if arguments.tls else None,

@@ -13,6 +13,7 @@ from runtime.cluster.service import ControlServer
 from runtime.cluster.spec import ClusterSpec, check_address
 from runtime.cluster.worker import Worker
 from runtime.errors import ConfigError
+from runtime.kernels import blas
 from runtime.memory.arena import DEFAULT_BYTES, Arena
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -24,7 +25,11 @@ class Server:
 
     ``transport``: "auto" or the name of the one to use for every pair. ``token``: the run's secret, the same in all tasks; an
     empty one is allowed on loopback only. ``bind``: the address to listen on, by default the host of the cluster's address.
-    ``threads``: how many a kernel may use, by default all cores. ``params``: options of transports by name. ``arena_bytes``: memory
+    ``threads``: how many a kernel may use, by default all cores. With ``hold_blas``, more than one means one BLAS thread for the
+    whole process from then on, closing included, since kernels that share the cores themselves would be slowed down by BLAS's
+    doing so too; a program that needs both runs the server in a process of its own. False leaves BLAS as it is: right where its
+    threads were chosen before numpy loaded, as ``python -m runtime.cluster`` does. ``settings["blas"]`` says what was done.
+    ``params``: options of transports by name. ``arena_bytes``: memory
     for variables and for tensors that cross processes, with ``touch`` made present now and not at its first use. ``poison``
     overwrites memory as soon as its content is used up, so that a use after that shows (for tests).
     """
@@ -39,6 +44,7 @@ class Server:
         token: str = "",
         arena_bytes: int = DEFAULT_BYTES,
         threads: int | None = None,
+        hold_blas: bool = True,
         bind: str = "",
         params: Mapping[str, Mapping[str, object]] | None = None,
         tls: Tls | None = None,
@@ -56,7 +62,12 @@ class Server:
             raise ConfigError(f"{self.name} would listen on {bind} without a token; set VERBFLOW_TOKEN or pass token=")
         check_policy(transport)
         threads = threads or os.cpu_count() or 1
-        self.settings = {"threads": str(threads), **{name: os.environ.get(name, "") for name in _RECORDED}}
+        held = blas.set_threads(1) if hold_blas and threads > 1 else f"left at {blas.threads() or 'its own number'}"
+        self.settings = {
+            "threads": str(threads),
+            "blas": held,
+            **{name: os.environ.get(name, "") for name in _RECORDED},
+        }
         self._ended = threading.Event()
         self._closed = False
         arena = Arena(arena_bytes, shared=wants_shared_arena(transport), poison=poison)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -36,6 +37,7 @@ from runtime.errors import (
 )
 from runtime.graph.graph import Graph
 from runtime.graph.serialize import dump_graph
+from runtime.kernels import blas
 from runtime.testing import pattern
 
 TOKEN = "a-token-of-this-run"
@@ -322,6 +324,27 @@ def make_certificates(folder: Path) -> tuple[str, str, str] | None:
     return str(certificate), str(key), str(certificate)
 
 
+def test_a_server_with_several_threads_holds_blas_to_one() -> None:
+    before = blas.threads()
+    if before is None:
+        pytest.skip("numpy's BLAS does not say how many threads it takes")
+    spec = ClusterSpec({"ps": free_addresses(1)})
+    options: dict[str, Any] = {"transport": "inproc", "arena_bytes": 1 << 20}
+    try:
+        blas.set_threads(2)
+        for threads, hold in ((1, True), (2, False)):
+            with Server(spec, "ps", 0, **options, threads=threads, hold_blas=hold) as server:
+                assert (blas.threads(), server.settings["blas"]) == (2, "left at 2")
+        with Server(spec, "ps", 0, **options, threads=2) as server:
+            assert blas.threads() == 1 and server.settings["blas"].startswith("1 by ")
+            assert (
+                server.worker.status(pb.StatusRequest(version=CONTROL_VERSION)).settings["blas"]
+                == server.settings["blas"]
+            )
+    finally:
+        blas.set_threads(before)
+
+
 # Tasks as processes.
 
 
@@ -330,6 +353,7 @@ def test_a_task_process_starts_answers_and_ends_on_request() -> None:
         task = cluster.task("/job:ps/task:0")
         assert task.ready["task"] == "/job:ps/task:0" and task.ready["pid"] == task.pid
         assert task.ready["settings"]["OPENBLAS_NUM_THREADS"] == "1"
+        assert task.ready["settings"]["blas"].startswith("left at ")
         command_line = Path(f"/proc/{task.pid}/cmdline").read_bytes().decode()
         assert cluster.token not in command_line
         client = WorkerClient(task.name, cluster.spec.address(task.name), cluster.token)
