@@ -72,7 +72,9 @@ def test_unknown_ops_and_devices(graph: Graph) -> None:
 
 def test_an_attribute_that_the_op_does_not_state_is_refused(graph: Graph) -> None:
     x = ops.placeholder((2, 2))
-    with pytest.raises(GraphError, match=r"y \(MatMul\): there is no attribute 'transpose_B'; its.* transpose_a, transpose_b"):
+    with pytest.raises(
+        GraphError, match=r"y \(MatMul\): there is no attribute 'transpose_B'; its.* transpose_a, transpose_b"
+    ):
         graph.add("MatMul", x, x, name="y", transpose_B=True)
     with pytest.raises(GraphError, match=r"Neg \(Neg\): there is no attribute 'axis', 'keepdims'; it takes none"):
         graph.add("Neg", x, axis=0, keepdims=True)
