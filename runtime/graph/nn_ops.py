@@ -1,7 +1,7 @@
 """Layers' ops: activations, bias, softmax and its cross-entropy, accuracy, dropout.
 
-``from runtime.graph import nn_ops`` also gives the images' ops (``conv_ops``), normalisation (``norm_ops``) and the LSTM cell
-(``recurrent_ops``), so that one import is enough to write a model.
+``from runtime.graph import nn_ops`` also gives the images' ops (``conv_ops``, ``pool_ops``), normalisation (``norm_ops``) and
+the LSTM cell (``recurrent_ops``), so that one import is enough to write a model.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from runtime.errors import ShapeError
-from runtime.graph.conv_ops import avg_pool, conv2d, global_avg_pool, max_pool
+from runtime.graph.conv_ops import conv2d
 from runtime.graph.graph import Graph, Node, Output
 from runtime.graph.math_ops import check_count, check_floating, check_same_dtype
 from runtime.graph.norm_ops import batch_norm, batch_norm_inference, local_response_norm
 from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
+from runtime.graph.pool_ops import avg_pool, global_avg_pool, max_pool
 from runtime.graph.recurrent_ops import lstm_cell
 from runtime.kernels import dropout as dropout_kernels
 from runtime.kernels import elementwise
