@@ -1,7 +1,7 @@
-"""Layers' ops: activations, bias, softmax and its cross-entropy, accuracy, dropout.
+"""Layers' ops: activations, bias, dropout.
 
-``from runtime.graph import nn_ops`` also gives the images' ops (``conv_ops``, ``pool_ops``), normalisation (``norm_ops``) and
-the LSTM cell (``recurrent_ops``), so that one import is enough to write a model.
+``from runtime.graph import nn_ops`` also gives the images' ops (``conv_ops``, ``pool_ops``), normalisation (``norm_ops``), the
+LSTM cell (``recurrent_ops``) and classification (``softmax_ops``), so that one import is enough to write a model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from runtime.graph.norm_ops import batch_norm, batch_norm_inference, local_respo
 from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
 from runtime.graph.pool_ops import avg_pool, global_avg_pool, max_pool
 from runtime.graph.recurrent_ops import lstm_cell
+from runtime.graph.softmax_ops import in_top_k, softmax, sparse_softmax_cross_entropy
 from runtime.kernels import dropout as dropout_kernels
 from runtime.kernels import elementwise
-from runtime.kernels import softmax as softmax_kernels
 from runtime.kernels.scratch import Scratch
 from runtime.tensor import TensorSpec
 
@@ -164,152 +164,6 @@ class BiasAddGrad(Op):
 
 
 @register
-class Softmax(Op):
-    """exp(x) over its sum along the last axis."""
-
-    inplace = ((0, 0),)
-
-    @staticmethod
-    def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 1)
-        check_floating(inputs[0])
-        if not inputs[0].shape or inputs[0].shape[-1] == 0:
-            raise ShapeError(f"shape {inputs[0].shape} has no elements along its last axis")
-        return [inputs[0]]
-
-    @staticmethod
-    def compile(inputs: Arrays, outputs: Arrays, attrs: Attrs, context: KernelContext) -> Call | None:
-        return softmax_kernels.compile_softmax(inputs[0], outputs[0])
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        assert grads[0] is not None
-        return [graph.add("SoftmaxGrad", node.out, grads[0]).out]
-
-    @staticmethod
-    def cost(inputs: Specs, outputs: Specs, attrs: Attrs) -> Cost:
-        return Cost(5 * outputs[0].size, 2 * outputs[0].nbytes)
-
-
-@register
-class SoftmaxGrad(Op):
-    """y (g - sum of y g along the last axis). Inputs: y, the softmax, and g, its gradient."""
-
-    inplace = ((1, 0),)
-
-    @staticmethod
-    def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 2)
-        check_floating(inputs[0])
-        if inputs[0] != inputs[1]:
-            raise ShapeError(f"the softmax {inputs[0]} and its gradient {inputs[1]} differ")
-        return [inputs[0]]
-
-    @staticmethod
-    def workspace(inputs: Specs, attrs: Attrs, threads: int) -> int:
-        return inputs[0].nbytes
-
-    @staticmethod
-    def compile(inputs: Arrays, outputs: Arrays, attrs: Attrs, context: KernelContext) -> Call | None:
-        (y, dy), (dx,) = inputs, outputs
-        return softmax_kernels.compile_softmax_gradient(y, dy, dx, context.workspace((y.nbytes,), np.uint8))
-
-    @staticmethod
-    def cost(inputs: Specs, outputs: Specs, attrs: Attrs) -> Cost:
-        return Cost(4 * outputs[0].size, 3 * outputs[0].nbytes)
-
-
-def _check_classes(logits: TensorSpec, labels: TensorSpec) -> None:
-    check_floating(logits)
-    if len(logits.shape) != 2 or logits.shape[1] == 0:
-        raise ShapeError(f"logits must be [batch, classes], not of shape {logits.shape}")
-    if labels.dtype.kind not in "iu":
-        raise ShapeError(f"labels must be integers, not {labels.dtype.name}")
-    if labels.shape != logits.shape[:1]:
-        raise ShapeError(f"labels of shape {labels.shape} do not fit logits of shape {logits.shape}")
-
-
-@register
-class SparseSoftmaxCrossEntropy(Op):
-    """-log softmax(logits)[label], a row each, and the softmax, which the gradient reuses. Inputs: logits, labels."""
-
-    inplace = ((0, 1),)
-
-    @staticmethod
-    def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 2)
-        logits, labels = inputs
-        _check_classes(logits, labels)
-        return [TensorSpec(labels.shape, logits.dtype), logits]
-
-    @staticmethod
-    def compile(inputs: Arrays, outputs: Arrays, attrs: Attrs, context: KernelContext) -> Call | None:
-        (logits, labels), (loss, probabilities) = inputs, outputs
-        return softmax_kernels.compile_cross_entropy(logits, labels, loss, probabilities, context.node)
-
-    @staticmethod
-    def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:
-        dloss, dprobabilities = grads
-        logits: Output | None = None
-        if dloss is not None:
-            logits = graph.add("SparseSoftmaxCrossEntropyGrad", node.outputs[1], node.inputs[1], dloss).out
-        if dprobabilities is not None:
-            other = graph.add("SoftmaxGrad", node.outputs[1], dprobabilities).out
-            logits = other if logits is None else graph.add("Add", logits, other).out
-        return [logits, None]
-
-    @staticmethod
-    def cost(inputs: Specs, outputs: Specs, attrs: Attrs) -> Cost:
-        return Cost(6 * outputs[1].size, 3 * outputs[1].nbytes)
-
-
-@register
-class SparseSoftmaxCrossEntropyGrad(Op):
-    """(softmax - one at the label) times the loss's gradient. Inputs: softmax, labels, gradient of the losses."""
-
-    inplace = ((0, 0),)
-
-    @staticmethod
-    def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 3)
-        probabilities, labels, dloss = inputs
-        _check_classes(probabilities, labels)
-        if dloss != TensorSpec(labels.shape, probabilities.dtype):
-            raise ShapeError(f"the gradient {dloss} does not fit losses of shape {labels.shape}")
-        return [probabilities]
-
-    @staticmethod
-    def compile(inputs: Arrays, outputs: Arrays, attrs: Attrs, context: KernelContext) -> Call | None:
-        (probabilities, labels, dloss), (dlogits,) = inputs, outputs
-        return softmax_kernels.compile_cross_entropy_gradient(probabilities, labels, dloss, dlogits)
-
-    @staticmethod
-    def cost(inputs: Specs, outputs: Specs, attrs: Attrs) -> Cost:
-        return Cost(outputs[0].size, 2 * outputs[0].nbytes)
-
-
-@register
-class InTopK(Op):
-    """Whether fewer than ``k`` logits of the row are larger than its label's. Inputs: logits, labels."""
-
-    attributes = ("k",)
-
-    @staticmethod
-    def infer(inputs: Specs, attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 2)
-        logits, labels = inputs
-        _check_classes(logits, labels)
-        if attrs["k"] < 1:
-            raise ShapeError(f"k is {attrs['k']}, which no label can reach")
-        return [TensorSpec(labels.shape, np.dtype(bool))]
-
-    @staticmethod
-    def compile(inputs: Arrays, outputs: Arrays, attrs: Attrs, context: KernelContext) -> Call | None:
-        (logits, labels), (found,) = inputs, outputs
-        return softmax_kernels.compile_in_top_k(logits, labels, found, attrs["k"], context.node)
-
-
-@register
 class Dropout(Op):
     """x / (1 - rate) where the mask, the second output, keeps it, else 0. The mask follows from ``seed``, the node's name and
     the step's number alone, so that every placement and every replay of a step drops the same elements."""
@@ -379,21 +233,6 @@ def relu(x: Output, name: str | None = None) -> Output:
 def bias_add(x: Output, bias: Output, relu: bool = False, name: str | None = None) -> Output:
     """``x[..., c] + bias[c]``; with ``relu`` the larger of that and zero, in the same pass."""
     return x.graph.add("BiasAdd", x, bias, name=name, relu=relu).out
-
-
-def softmax(x: Output, name: str | None = None) -> Output:
-    """Along the last axis."""
-    return x.graph.add("Softmax", x, name=name).out
-
-
-def sparse_softmax_cross_entropy(logits: Output, labels: Output, name: str | None = None) -> Output:
-    """Losses [batch] of ``logits`` [batch, classes] for integer ``labels`` [batch]."""
-    return logits.graph.add("SparseSoftmaxCrossEntropy", logits, labels, name=name).outputs[0]
-
-
-def in_top_k(logits: Output, labels: Output, k: int = 1, name: str | None = None) -> Output:
-    """bool [batch]: whether the label's logit is among the ``k`` largest (ties count for it)."""
-    return logits.graph.add("InTopK", logits, labels, name=name, k=k).out
 
 
 def dropout(x: Output, rate: float, seed: int = 0, name: str | None = None) -> Output:

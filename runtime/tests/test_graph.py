@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from runtime.cluster.proto import graph_pb2
 from runtime.errors import GraphError, ShapeError, VerbflowError
 from runtime.graph import array_ops as ops
+from runtime.graph import replica_ops as replicas
 from runtime.graph import state_ops as state
 from runtime.graph.gradients import gradients
 from runtime.graph.graph import Graph, Output, current_graph
@@ -200,7 +201,7 @@ SHAPE_ERRORS: list[tuple[str, Any]] = [
     (r"dtype <class 'str'> is not supported", lambda v: ops.placeholder((1,), str)),
     (r"the variable is float32\[2\], the value float32\[3\]", lambda v: state.assign(v["w"], np.ones(3))),
     (r"gradient a:0 float32\[2, 3\] is not of variable w:0 float32\[2\]",
-     lambda v: state.accumulator_apply(v["w"], v["a"], v["s"], 0)),
+     lambda v: replicas.accumulator_apply(v["w"], v["a"], v["s"], 0)),
 ]  # fmt: skip
 
 

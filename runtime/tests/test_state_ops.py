@@ -17,6 +17,7 @@ from runtime.future import Future
 from runtime.graph import array_ops as ops
 from runtime.graph import initialisers as init
 from runtime.graph import queue_ops
+from runtime.graph import replica_ops as replicas
 from runtime.graph import state_ops as state
 from runtime.graph.apply_ops import apply_adagrad, apply_adam, apply_momentum, apply_sgd
 from runtime.graph.graph import Graph
@@ -349,13 +350,13 @@ def _replica(worker: int, workers: int, chief: bool) -> Graph:
         step = state.global_step()
         local = ops.placeholder((), np.int64, "local")
         gradient = ops.placeholder((2,), name="g")
-        given = state.accumulator_apply(w, gradient, local, worker)
+        given = replicas.accumulator_apply(w, gradient, local, worker)
         if chief:
-            update = apply_sgd(w, state.accumulator_take(w, workers), 1.0)
+            update = apply_sgd(w, replicas.accumulator_take(w, workers), 1.0)
             with graph.control_dependencies([update]):
-                state.advance_step(step)
+                replicas.advance_step(step)
         with graph.control_dependencies([given]):
-            state.await_step(step, local, name="next")
+            replicas.await_step(step, local, name="next")
     return graph
 
 

@@ -11,7 +11,8 @@ from runtime.graph.apply_ops import apply_adagrad, apply_adam, apply_momentum, a
 from runtime.graph.array_ops import group
 from runtime.graph.gradients import gradients
 from runtime.graph.graph import Node, Output
-from runtime.graph.state_ops import advance_step, variables
+from runtime.graph.replica_ops import advance_step
+from runtime.graph.state_ops import variables
 
 
 class Optimizer(ABC):

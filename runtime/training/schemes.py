@@ -26,16 +26,8 @@ from runtime.graph.array_ops import group, identity, placeholder, zeros_like
 from runtime.graph.graph import Node, Output
 from runtime.graph.initialisers import zeros
 from runtime.graph.math_ops import mul
-from runtime.graph.state_ops import (
-    GLOBAL_STEP,
-    accumulator_apply,
-    accumulator_take,
-    advance_step,
-    assign,
-    assign_add,
-    await_step,
-    variable,
-)
+from runtime.graph.replica_ops import accumulator_apply, accumulator_take, advance_step, await_step
+from runtime.graph.state_ops import GLOBAL_STEP, assign, assign_add, variable
 from runtime.tensor import TensorSpec
 from runtime.training.optimizers import Optimizer, compute_gradients
 
