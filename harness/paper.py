@@ -92,7 +92,8 @@ def collect(kinds: Sequence[str] = ("scratch", "published"), root: Path | None =
 def scaling() -> pd.DataFrame:
     """The paper's job on cluster A's hosts with faster links, more workers and more servers."""
     from harness.analysis import costmodel, paper
-    from harness.analysis.simulation import Layer, Network
+    from harness.analysis.simulation import Network
+    from harness.analysis.training_step import Layer
 
     printed = paper.printed()
     compute = printed.single_step_seconds["A"]

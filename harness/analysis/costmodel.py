@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from harness.analysis.simulation import Layer, Network, simulate, training_step
+from harness.analysis.simulation import Network, simulate
+from harness.analysis.training_step import Layer, training_step
 
 # Up to here a scaling curve is simulated; a simulated step costs time in proportion to the square of the workers.
 SIMULATED_WORKERS = 16

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from harness.analysis.simulation import Layer, Network, simulate, training_step
+from harness.analysis.simulation import Network, simulate
+from harness.analysis.training_step import Layer, training_step
 
 PRINTED = Path(__file__).parents[2] / "experiments" / "paper" / "printed.toml"
 

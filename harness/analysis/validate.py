@@ -16,7 +16,7 @@ from harness import store
 from harness.analysis import frames
 from harness.analysis.costmodel import TransferFit, Workload, fit_transfer, one_machine, predict
 from harness.analysis.paper import Printed, printed
-from harness.analysis.simulation import Layer
+from harness.analysis.training_step import Layer
 
 EXPERIMENT = "paper/costmodel"
 MARGIN = 0.15

@@ -14,7 +14,8 @@ from harness.analysis.costmodel import (
     predict,
     scaling,
 )
-from harness.analysis.simulation import Layer, Network
+from harness.analysis.simulation import Network
+from harness.analysis.training_step import Layer
 
 SIZES = [8, 1024, 65536, 1 << 20, 1 << 26]
 

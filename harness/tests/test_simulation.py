@@ -2,7 +2,8 @@
 
 import pytest
 
-from harness.analysis.simulation import Layer, Network, Operation, Transfer, simulate, training_step
+from harness.analysis.simulation import Network, Operation, Transfer, simulate
+from harness.analysis.training_step import Layer, training_step
 
 
 def test_one_worker_without_overlap_pays_pull_compute_push_in_turn():
