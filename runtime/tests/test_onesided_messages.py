@@ -109,7 +109,7 @@ def test_an_eager_payload_lies_inside_the_tensor(data: bytes) -> None:
 
 def test_an_offer_beyond_the_tensor_is_refused() -> None:
     spec = messages.encode_spec(TensorSpec((10,), np.dtype(np.uint8)))
-    messages.decode_offer(memoryview(messages.encode_offer(1, Region(0, 1, 6), 4, spec)))
+    assert messages.decode_offer(memoryview(messages.encode_offer(1, Region(0, 1, 6), 4, spec)))[2:] == (4, spec, 10)
     with pytest.raises(CorruptMessageError):
         messages.decode_offer(memoryview(messages.encode_offer(1, Region(0, 1, 6), 5, spec)))
 

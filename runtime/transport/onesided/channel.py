@@ -22,7 +22,16 @@ from runtime.transport.onesided.edges import OutgoingEdges
 from runtime.transport.onesided.endpoint import Action, Endpoint
 from runtime.transport.onesided.fetching import Fetching
 from runtime.transport.onesided.link import Link, Region
-from runtime.transport.onesided.messages import NO_REGION, Kind, Mode, decode_eager, encode_fetch
+from runtime.transport.onesided.messages import (
+    NO_REGION,
+    Kind,
+    Mode,
+    decode_eager,
+    decode_offer,
+    decode_spec,
+    encode_fetch,
+    pack_header,
+)
 from runtime.transport.onesided.paper import PaperReceiver
 from runtime.transport.onesided.protocol import choose, flat, flat_memory, spec_bytes
 from runtime.transport.pending import encode_key
@@ -32,7 +41,8 @@ if TYPE_CHECKING:
 
 
 # Looking a member up in an enumeration takes three times as long as a global name.
-_WRITE = Mode.WRITE
+_READ, _WRITE, _BORROW = Mode.READ, Mode.WRITE, Mode.BORROW
+_RELEASE = int(Kind.RELEASE)
 _MAX_REQUEST = messages.MAX_REQUEST
 
 
@@ -46,6 +56,7 @@ class OneSidedChannel(Endpoint, Channel):
         self.whence = f"{peer} over {transport.name}"
         self._tracer = transport.tracer
         self._chunk = min(transport.settings.chunk_bytes, (1 << 32) - 1)
+        self._copies = link.maps and not self._chunk  # a read is one copy from memory that we see
         self._pending: dict[int, Fetching] = {}
         self._queued: deque[tuple[Fetching, bytes]] = deque()  # beyond ``inflight``
         self._leased: set[int] = set()
@@ -73,7 +84,7 @@ class OneSidedChannel(Endpoint, Channel):
     def borrow(self, key: str, *, deadline: Deadline) -> Future[Lease]:
         if not self.link.maps:
             return super().borrow(key, deadline=deadline)
-        return self._start(key, None, Mode.BORROW, self.transport.settings.eager_threshold, deadline)
+        return self._start(key, None, _BORROW, self.transport.settings.eager_threshold, deadline)
 
     def prepare(self, offer: bytes) -> None:
         self._edges.prepare(offer)
@@ -163,15 +174,9 @@ class OneSidedChannel(Endpoint, Channel):
             if nbytes and not fetch.done():
                 flat_memory(fetch.into)[:] = message[start:]  # type: ignore[arg-type]
                 self.counters.copies += 1
-            self.counters.bytes_in += nbytes
-            del self._pending[request]
-            if fetch.started_ns:
-                self._record(fetch, nbytes)
-            if self._queued:
-                self._next_queued()
-            return fetch.set_result, fetch.into
+            return self._completed(fetch, nbytes)
         fetch = self._pending_fetch(request, "EAGER")
-        spec = messages.decode_spec(data)
+        spec = decode_spec(data)
         if fetch.received != offset:
             raise CorruptMessageError(f"EAGER from {self.peer} at {offset}, not at {fetch.received}")
         if offset == 0 and not fetch.done():
@@ -193,6 +198,16 @@ class OneSidedChannel(Endpoint, Channel):
             self._finish(fetch, fetch.landing, spec.nbytes)
         return None
 
+    def _completed(self, fetch: Fetching, nbytes: int) -> Action:
+        """The whole tensor of a plain fetch lies in ``into``."""
+        self.counters.bytes_in += nbytes
+        del self._pending[fetch.request]
+        if fetch.started_ns:
+            self._record(fetch, nbytes)
+        if self._queued:
+            self._next_queued()
+        return fetch.set_result, fetch.into
+
     def _on_metadata(self, message: memoryview) -> None:
         request, spec = messages.decode_metadata(message)
         fetch = self._pending_fetch(request, "METADATA")
@@ -212,46 +227,54 @@ class OneSidedChannel(Endpoint, Channel):
                 raise ShapeError(f"{fetch.what}: the tensor is {spec}, the destination {TensorSpec.of(fetch.into)}")
             region = self._destinations.expose(fetch) if spec.nbytes else NO_REGION
         except (ShapeError, ArenaFullError, OSError) as error:
-            self._send(messages.pack_header(Kind.RELEASE, 0, 0, request))
+            self._send(pack_header(_RELEASE, 0, 0, request))
             self._end(fetch, error)
             return
         fetch.exposed = True
         self._send(messages.encode_again(request, region))
 
-    def _on_offer(self, message: memoryview) -> None:
-        request, source, offset, spec = messages.decode_offer(message)
+    def _on_offer(self, message: memoryview) -> Action | None:
+        request, source, offset, data, nbytes = decode_offer(message)
         fetch = self._pending_fetch(request, "OFFER")
-        if fetch.mode is Mode.BORROW:
+        expected = fetch.plain and fetch.mode is _READ and fetch.spec_bytes == data and source.nbytes == nbytes
+        if expected and self._copies and not fetch.done():
+            # The whole tensor, in memory that we see: no completion to wait for.
+            np.copyto(flat(fetch.into), self.link.map(source))  # type: ignore[arg-type]
+            self._send(pack_header(_RELEASE, 0, 0, request))
+            return self._completed(fetch, nbytes)
+        spec = decode_spec(data)
+        if fetch.mode is _BORROW:
             self._lend(fetch, source, spec)
-            return
+            return None
         if fetch.mode is Mode.PAPER_READ:
             self._paper.offered(fetch, source, spec)
-            return
-        if fetch.mode is not Mode.READ:
+            return None
+        if fetch.mode is not _READ:
             raise CorruptMessageError(f"OFFER from {self.peer} for a fetch that does not ask for it")
         if fetch.received != offset:
             raise CorruptMessageError(f"OFFER from {self.peer} at {offset}, not at {fetch.received}")
         fetch.received += source.nbytes
         last = fetch.received == spec.nbytes
         if fetch.landing is None and request in self._pending and not fetch.done():
-            fetch.landing = self._target(fetch, spec, messages.encode_spec(spec))
+            fetch.landing = self._target(fetch, spec, data)
             if fetch.landing is None and not last:
                 self._pending[request] = fetch  # more offers are on their way
             elif fetch.landing is not None:
                 self._destinations.acquire(fetch)
         if fetch.landing is None:
             if last:
-                self._send(messages.pack_header(Kind.RELEASE, 0, 0, request))
+                self._send(pack_header(_RELEASE, 0, 0, request))
                 self._drop(request)
-            return
+            return None
         memory = flat(fetch.landing)
         if source.nbytes != len(memory):
             memory = memory[offset : offset + source.nbytes]
         self._read(memory, source, partial(self._read_done, fetch, spec.nbytes if last else 0))
+        return None
 
     def _read_done(self, fetch: Fetching, nbytes: int, error: BaseException | None) -> None:
         if error is None and nbytes:
-            self._send(messages.pack_header(Kind.RELEASE, 0, 0, fetch.request))
+            self._send(pack_header(_RELEASE, 0, 0, fetch.request))
             assert fetch.landing is not None
             self._finish(fetch, fetch.landing, nbytes)
 
@@ -260,7 +283,7 @@ class OneSidedChannel(Endpoint, Channel):
             raise CorruptMessageError(f"OFFER from {self.peer} of {source.nbytes} bytes to borrow {spec}")
         view = self.link.map(source)
         if fetch.done():  # too late
-            self._send(messages.pack_header(Kind.RELEASE, 0, 0, fetch.request))
+            self._send(pack_header(_RELEASE, 0, 0, fetch.request))
             self._drop(fetch.request)
             return
         self._leased.add(fetch.request)
@@ -272,7 +295,7 @@ class OneSidedChannel(Endpoint, Channel):
             if request in self._leased:
                 self._leased.discard(request)
                 if self._reason is None:
-                    self._send(messages.pack_header(Kind.RELEASE, 0, 0, request))
+                    self._send(pack_header(_RELEASE, 0, 0, request))
 
     def _on_error(self, message: memoryview) -> None:
         request, text = messages.decode_error(message)
@@ -299,7 +322,7 @@ class OneSidedChannel(Endpoint, Channel):
         self.counters.bytes_in += nbytes
         if fetch.mode is Mode.WRITE and fetch.into is None:
             self._destinations.remember(fetch.key, TensorSpec.of(result))
-        if fetch.mode is Mode.BORROW and not isinstance(result, Lease):
+        if fetch.mode is _BORROW and not isinstance(result, Lease):
             result = Lease(result)
         self._after.append((fetch.set_result, result))
         if fetch.started_ns:
@@ -335,9 +358,12 @@ class OneSidedChannel(Endpoint, Channel):
             if fetch.done():
                 self._destinations.conclude(fetch)
                 continue
-            limit = self.transport.settings.eager_threshold if fetch.mode is Mode.BORROW else self._eager_limit
+            limit = self.transport.settings.eager_threshold if fetch.mode is _BORROW else self._eager_limit
             region = self.link.region(fetch.landing) if fetch.landing is not None else NO_REGION
             self._ask(fetch, key_bytes, region, limit)
+
+    def expects(self) -> bool:
+        return bool(self._pending or self._queued or self._edges.waiting or self._flights)
 
     # The end
 

@@ -93,6 +93,7 @@ class OutgoingEdges:
             else:
                 edge.waiting.append(push)
                 self.waiting += 1
+        channel.attend()
         return future
 
     def on_credit(self, message: memoryview) -> None:

@@ -119,6 +119,14 @@ class Endpoint:
                 run(after)
         return busy
 
+    def expects(self) -> bool:
+        """See Member. A serving end may be asked at any time."""
+        return True
+
+    def attend(self) -> None:
+        """Somebody counts on being called back instead of polling. Any thread."""
+        self.transport.progress.attend(self)
+
     def lost(self, error: BaseException) -> None:
         """The peer is gone for good: take what it still delivered, fail the rest, let go of quarantined memory."""
         while self.progress():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +44,10 @@ class Fetching(Future[Any]):
         self.into = into
         self.mode = mode
         self.deadline = deadline
+
+    def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
+        super().add_done_callback(callback)
+        self.channel.attend()
 
     def let_go(self) -> None:
         """Nobody writes for this fetch any more: its memory lives on only as the result that somebody holds."""

@@ -67,6 +67,8 @@ class Link(ABC):
     registers: bool  # local buffers of post_write and post_read must be registered (arena, ``RegistrationCache``)
     revokes: bool = True  # after ``close`` the peer cannot write to our memory even if it wants to
     prefers: str  # "read" or "write": which rendezvous protocol ``auto`` takes
+    # Arming is a system call, and the next completion rings even if somebody polls by then.
+    costly_bell: bool = False
     maps: bool = False  # ``map`` works: both ends share memory
     control: int | None = None  # a descriptor that becomes readable when the peer may be gone: then ask ``lost()``
 

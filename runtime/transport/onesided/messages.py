@@ -61,6 +61,7 @@ class Mode(enum.IntEnum):
 
 
 _FETCH_KIND = int(Kind.FETCH)
+_OFFER_KIND = int(Kind.OFFER)
 NO_REGION = Region(0, 0, 0)
 HEADER_BYTES = 8
 MAX_REQUEST = (1 << 31) - 1
@@ -213,23 +214,22 @@ def decode_metadata(message: memoryview) -> tuple[int, TensorSpec]:
 
 
 def encode_offer(request: int, source: Region, offset: int, spec_bytes: bytes) -> bytes:
-    return (
-        _OFFER.pack(Kind.OFFER, 0, 0, request, source.addr, source.nbytes, source.key, offset, len(spec_bytes))
-        + spec_bytes
-    )
+    addr, key, nbytes = source
+    return _OFFER.pack(_OFFER_KIND, 0, 0, request, addr, nbytes, key, offset, len(spec_bytes)) + spec_bytes
 
 
-def decode_offer(message: memoryview) -> tuple[int, Region, int, TensorSpec]:
-    """(request, where to read, offset of that in the tensor, the whole tensor's spec)"""
+def decode_offer(message: memoryview) -> tuple[int, Region, int, bytes, int]:
+    """(request, where to read, offset of that in the tensor, spec bytes, bytes of the tensor); what is read lies inside."""
     if len(message) < _OFFER.size:
         raise CorruptMessageError(f"OFFER of {len(message)} bytes is shorter than {_OFFER.size}")
     _, _, _, request, addr, nbytes, key, offset, spec_size = _OFFER.unpack_from(message)
-    if _OFFER.size + spec_size != len(message):
+    spec_bytes = bytes(message[_OFFER.size :])
+    if len(spec_bytes) != spec_size:
         raise CorruptMessageError(f"OFFER of {len(message)} bytes announces {spec_size} of shape")
-    spec = decode_spec(bytes(message[_OFFER.size :]))
-    if offset + nbytes > spec.nbytes:
-        raise CorruptMessageError(f"OFFER: {nbytes} bytes at {offset} lie outside {spec}")
-    return request, Region(addr, key, nbytes), offset, spec
+    whole = spec_nbytes(spec_bytes)
+    if offset + nbytes > whole:
+        raise CorruptMessageError(f"OFFER: {nbytes} bytes at {offset} lie outside a tensor of {whole}")
+    return request, _region((addr, key, nbytes)), offset, spec_bytes, whole
 
 
 def encode_error(request: int, text: bytes, room: int) -> bytes:
@@ -308,4 +308,5 @@ def _exactly(message: memoryview, layout: struct.Struct, name: str) -> None:
 
 # NamedTuple's own constructor is a Python function of 0.2 us.
 _fetch: Callable[[tuple[Any, ...]], Fetch] = functools.partial(tuple.__new__, Fetch)  # type: ignore[arg-type]
+_region: Callable[[tuple[int, int, int]], Region] = functools.partial(tuple.__new__, Region)  # type: ignore[arg-type]
 _MODES = [Mode.EAGER, *Mode]  # by number; 0 never looked up

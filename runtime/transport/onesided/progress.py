@@ -20,6 +20,7 @@ from typing import Protocol
 
 from runtime.deadline import Deadline
 from runtime.transport.onesided.link import Link
+from runtime.transport.onesided.spinning import Spinning
 
 TICK_S = 0.004
 # A link without a descriptor (its binding does not show one) is polled this often.
@@ -41,6 +42,9 @@ class Member(Protocol):
     def progress(self) -> bool:
         """Poll once and handle what came; True if anything did. Never blocks, never raises."""
 
+    def expects(self) -> bool:
+        """Is something under way whose end somebody may wait for without polling?"""
+
     def lost(self, error: BaseException) -> None:
         """The peer is gone."""
 
@@ -51,9 +55,12 @@ class Member(Protocol):
 class Progress:
     """Drives the links of one transport. The background thread starts with the first member or watched descriptor."""
 
-    def __init__(self, name: str, spin_us: int) -> None:
+    def __init__(self, name: str, spin_us: int, spin_max_us: int) -> None:
         self._name = name
-        self._spin_ns = spin_us * 1000
+        # For an answer, and for whatever a peer may want: two different waits.
+        self._waiting = Spinning(spin_us, spin_max_us)
+        self._serving = Spinning(spin_us, spin_max_us)
+        self._idle_ns = 0  # when the background thread found nothing more to do
         self._role = threading.Lock()
         self._background = False  # the background thread holds the role: a waiter may ask for it
         self._wanted = False
@@ -63,6 +70,10 @@ class Progress:
         self._handlers: dict[int, Callable[[], None]] = {}
         self._rung: set[int] = set()  # descriptors whose one shot has fired and that nobody has armed again
         self._blind = 0
+        # Members whose bell a waiting thread left as it was, because arming costs and nothing is expected; only who has the
+        # role changes it. They are armed at the first tick within which nobody drove.
+        self._unarmed: set[Member] = set()
+        self._driven = False
         self._epoll = select.epoll()  # the background thread's: links once a shot, sockets, the wake-up
         self._doorbells = select.epoll()  # a waiting thread's: links
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -94,6 +105,7 @@ class Progress:
             if member not in self._members:
                 return
             self._members = tuple(m for m in self._members if m is not member)
+            self._unarmed.discard(member)
             fds = [fd for fd, owner in self._by_fd.items() if owner is member]
             if not fds:
                 self._blind -= 1
@@ -137,8 +149,9 @@ class Progress:
             quiet = members if own is None else (own,)
             for member in quiet:
                 member.disarm()
-            spin_end = 0
+            idle_ns = spin_end = 0
             idle = 0
+            spinning = self._waiting
             pause, clock = os.sched_yield, time.monotonic_ns
             while True:
                 busy = False
@@ -158,15 +171,22 @@ class Progress:
                 if spin_end == 0:
                     if done():
                         return
-                    spin_end = now + self._spin_ns
+                    idle_ns, spin_end = now, now + spinning.ns
                 elif now > spin_end:
                     if done() or now >= deadline.at_ns:
                         return
                     if self._block(deadline.remaining(), quiet):
+                        spinning.waited(clock() - idle_ns)
                         spin_end = 0
                     members = self._members
         finally:
-            self._leave(quiet)
+            self._driven = True
+            self._leave(tuple(member for member in quiet if not self._spares(member)))
+
+    def attend(self, member: Member) -> None:
+        """Something is expected of ``member`` now, and perhaps nobody will poll: let its bell ring. Any thread."""
+        if member in self._unarmed:
+            os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Stop the background thread and close the descriptors. All members must have been removed."""
@@ -205,8 +225,7 @@ class Progress:
     def _block(self, seconds: float, quiet: tuple[Member, ...]) -> bool:
         """Sleep until a bell rings or a tick is over, holding the role. True if anything happened."""
         busy = False
-        for member in self._members:
-            member.link.arm()
+        self._arm(self._members)
         for member in self._members:
             if member.progress():
                 busy = True
@@ -222,10 +241,23 @@ class Progress:
             member.disarm()
         return busy
 
+    def _spares(self, member: Member) -> bool:
+        """Leave the bell of this member alone for now?"""
+        if not member.link.costly_bell or member.expects():
+            return False
+        self._unarmed.add(member)
+        return True
+
+    def _arm(self, members: tuple[Member, ...]) -> None:
+        for member in members:
+            member.link.arm()
+        self._unarmed.difference_update(members)
+
     def _leave(self, quiet: tuple[Member, ...]) -> None:
         """Let those ring again that were kept from it, look at them once more, and give the role up."""
-        for member in quiet:
-            member.link.arm()
+        if self._unarmed:
+            quiet += tuple(member for member in tuple(self._unarmed) if member.expects())
+        self._arm(quiet)
         more = _look(quiet)
         self._role.release()
         if self._rung:
@@ -284,6 +316,10 @@ class Progress:
         try:
             if rang:
                 self.wakeups += 1
+                self._serving.waited(time.monotonic_ns() - self._idle_ns)
+            if self._unarmed and not self._driven:
+                self._arm(tuple(self._unarmed))
+            self._driven = False
             busy = rang
             for member in self._members:
                 if member.progress():
@@ -293,8 +329,9 @@ class Progress:
             quiet = self._members
             for member in quiet:
                 member.disarm()
-            pause, clock = os.sched_yield, time.monotonic_ns
-            spin_end = clock() + self._spin_ns
+            pause, clock, spin_ns = os.sched_yield, time.monotonic_ns, self._serving.ns
+            self._idle_ns = clock()
+            spin_end = self._idle_ns + spin_ns
             idle = 0
             while not self._wanted and not self._stopping:
                 busy = False
@@ -302,7 +339,8 @@ class Progress:
                     if member.peek() and member.progress():
                         busy = True
                 if busy:
-                    spin_end = clock() + self._spin_ns
+                    self._idle_ns = clock()
+                    spin_end = self._idle_ns + spin_ns
                     idle = 0
                     continue
                 idle += 1

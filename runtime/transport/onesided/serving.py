@@ -25,7 +25,9 @@ from runtime.transport.onesided.registration import Registration
 if TYPE_CHECKING:
     from runtime.transport.onesided.transport import OneSidedTransport
 
+# Looking a member up in an enumeration takes three times as long as a global name.
 _EAGER = int(Kind.EAGER)
+_READ, _BORROW = Mode.READ, Mode.BORROW
 # A peer may have this many fetches unanswered; its own limit (``Settings.inflight``) is lower or the same.
 _MAX_ACTIVE = (1 << 16) + 1
 # Pieces in which a source outside the arena is copied into it while the peer already reads the piece before.
@@ -148,13 +150,13 @@ class ServingEndpoint(Endpoint):
             return
         mode = fetch.mode
         answer.array = array
-        if mode is Mode.WRITE:
+        if mode is _READ or mode is _BORROW:
+            self._offer(answer, array)
+        elif mode is Mode.WRITE:
             if fetch.into.nbytes == nbytes and fetch.spec_bytes == spec_bytes(array):
                 self._write_to(answer, fetch.into)
             else:
                 self._send(messages.encode_metadata(fetch.request, spec_bytes(array)))
-        elif mode in (Mode.READ, Mode.BORROW):
-            self._offer(answer, array)
         else:
             self._paper.respond(answer, array)
 
@@ -205,7 +207,7 @@ class ServingEndpoint(Endpoint):
         staging = answer.block.memory
         whole = self.link.region(staging)
         self.counters.copies += 1
-        if not array.flags.c_contiguous or answer.fetch.mode is Mode.BORROW:
+        if not array.flags.c_contiguous or answer.fetch.mode is _BORROW:
             np.copyto(answer.block.array(TensorSpec.of(array)), array)
             self._send(messages.encode_offer(request, whole, 0, data))
             return

@@ -20,7 +20,8 @@ class Settings:
                      0: as long as the link allows
     inflight         fetches that may be outstanding on a channel; more wait at this end
     depth            messages that an end takes before it must poll (ring slots, posted receives)
-    spin_us          how long a waiting thread polls, yielding, before it sleeps on a descriptor
+    spin_us, spin_max_us   how long a waiting thread polls, yielding, before it sleeps on a descriptor: at least (0: never
+                     polls), and at most where that pays (``spinning.py``)
     metadata_cache   keys whose shape a channel remembers, for ``write`` without a given destination
     message_reuse, tensor_reuse, pool   the paper's three optimisations; only ``paper_*`` look at them
     registration_bytes, registration_entries   bounds of the cache of registered foreign buffers
@@ -33,6 +34,7 @@ class Settings:
     inflight: int = 256
     depth: int = 64
     spin_us: int = 60
+    spin_max_us: int = 1000
     metadata_cache: int = 4096
     message_reuse: bool = True
     tensor_reuse: bool = True
@@ -51,6 +53,7 @@ class Settings:
             "inflight": (1, 1 << 16),
             "depth": (16, 1 << 15),
             "spin_us": (0, 10_000),
+            "spin_max_us": (0, 10_000),
             "metadata_cache": (0, 1 << 24),
             "registration_bytes": (0, 1 << 50),
             "registration_entries": (0, 1 << 20),

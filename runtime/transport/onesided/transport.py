@@ -44,7 +44,7 @@ class OneSidedTransport(Transport):
         super().__init__(options, arena, tracer)
         self.settings = options.settings(self.name, self.settings_class)
         self._fabric = Fabric(self.settings.fabric, self.settings.fabric_rate) if self.settings.fabric else None
-        self.progress = Progress(self.name, self.settings.spin_us)
+        self.progress = Progress(self.name, self.settings.spin_us, self.settings.spin_max_us)
         self.registrations: RegistrationCache | None = None
         self.slots = Slots()
         self.counters = Counters()  # of the transport itself: registrations of the arena and of foreign buffers

@@ -57,6 +57,7 @@ class VerbsLink(Link):
 
     registers = True
     prefers = "write"
+    costly_bell = True
 
     def __init__(
         self,
