@@ -21,7 +21,7 @@ import numpy as np
 from runtime.cluster.health import HealthMonitor, Watch
 from runtime.cluster.outcome import Outcome
 from runtime.cluster.proto import control_pb2 as pb
-from runtime.cluster.routes import AUTO, choose
+from runtime.cluster.route_table import RouteTable
 from runtime.cluster.rpc import CONTROL_VERSION
 from runtime.cluster.tasks import LocalTask, RemoteTask, Task
 from runtime.deadline import Deadline
@@ -75,7 +75,7 @@ class Master:
         self._others: list[Watch] = []
         self._finished: dict[str, list[int]] = {name: [] for name in tasks}
         self._running: dict[int, Outcome] = {}
-        self._resolved: dict[tuple[str, int, str, int], tuple[str, str]] = {}
+        self._routes = RouteTable(self._all)
 
     def register(self, parts: Mapping[str, Partition], feeds: Sequence[str], fetches: Sequence[str]) -> Registration:
         """Register the parts of a partitioned graph with their tasks.
@@ -88,8 +88,9 @@ class Master:
         deadline = Deadline.after(max(self._startup_s, 1.0))
         status = self._status(names, deadline)
         deadline = Deadline.after(_REGISTER_S)
-        routes = self._routes(parts, status, deadline)
         peers = {name: self._peer(name, status[name]) for name in names}
+        pairs = {frozenset((edge.src, edge.dst)) for part in parts.values() for edge in part.sends}
+        routes = self._routes.of(pairs, peers, {name: status[name].transport for name in names}, deadline)
         requests = {name: self._request(handle, name, parts, routes, peers) for name in names}
         try:
             answers = self._all("RegisterGraph", requests, deadline)
@@ -218,38 +219,6 @@ class Master:
         answers: dict[str, pb.StatusReply] = self._all("GetStatus", requests, deadline, wait_for_ready=True)
         return answers
 
-    def _routes(
-        self, parts: Mapping[str, Partition], status: Mapping[str, pb.StatusReply], deadline: Deadline
-    ) -> dict[frozenset[str], tuple[str, str]]:
-        """Transport and reason for each pair of tasks that a cut edge joins. Asked once a pair of incarnations."""
-        pairs = {frozenset((edge.src, edge.dst)) for part in parts.values() for edge in part.sends}
-        keys = {}
-        for pair in pairs:
-            first, second = sorted(pair)
-            keys[pair] = (first, status[first].incarnation, second, status[second].incarnation)
-        missing = [pair for pair in pairs if keys[pair] not in self._resolved]
-        if missing:
-            asked: dict[str, pb.ResolveRequest] = {}
-            for pair in missing:
-                first, second = sorted(pair)
-                self._check_policies(first, second, status)
-                for one, other in ((first, second), (second, first)):
-                    asked.setdefault(one, pb.ResolveRequest()).peers.append(self._peer(other, status[other]))
-            answers = self._all("ResolvePeers", asked, deadline)
-            for pair in missing:
-                first, second = sorted(pair)
-                ends = answers[first].by_peer[second], answers[second].by_peer[first]
-                name, why = choose(*ends, f"{first} and {second}")
-                _LOG.info("%s and %s use %s: %s", first, second, name, why)
-                self._resolved[keys[pair]] = (name, why)
-        return {pair: self._resolved[keys[pair]] for pair in pairs}
-
-    @staticmethod
-    def _check_policies(first: str, second: str, status: Mapping[str, pb.StatusReply]) -> None:
-        policies = status[first].transport, status[second].transport
-        if policies[0] != policies[1] and AUTO not in policies:
-            raise ConfigError(f"{first} was started with transport {policies[0]}, {second} with {policies[1]}")
-
     def _peer(self, name: str, status: pb.StatusReply) -> pb.Peer:
         return pb.Peer(
             task=name,
@@ -356,7 +325,8 @@ class Master:
 
     @property
     def routes(self) -> dict[tuple[str, str], tuple[str, str]]:
-        return {(first, second): route for (first, _, second, _), route in self._resolved.items()}
+        """Pairs of tasks -> the transport between them, and why that one."""
+        return self._routes.known()
 
     def _take_finished(self, name: str) -> list[int]:
         with self._guard:

@@ -29,7 +29,7 @@ from runtime.errors import (
 )
 from runtime.execution.compile import compile_partition
 from runtime.execution.resources import Resources
-from runtime.execution.step import FetchRoute, PushRoute, RendezvousManager, ServeRoute, SlotRoute
+from runtime.execution.step import RendezvousManager
 from runtime.graph.partition import Partition
 from runtime.graph.serialize import load_graph
 from runtime.memory.arena import Arena
@@ -151,7 +151,7 @@ class Worker:
             transports={route.peer: route.transport for route in request.routes},
         )
         try:
-            offers = self._offer_slots(graph)
+            offers = graph.offer_slots(self.transports, self._wire)
             with self._guard:
                 if self._closed:
                     raise StepAbortedError(f"{self.task} is shutting down")
@@ -163,49 +163,13 @@ class Worker:
             raise
         return pb.RegisterReply(offers=offers, plan_bytes=executor.resident_bytes)
 
-    def _offer_slots(self, graph: RegisteredGraph) -> dict[str, pb.Offer]:
-        offers: dict[str, pb.Offer] = {}
-        slots: dict[str, dict[int, np.ndarray]] = {}
-        destinations = graph.executor.recv_slots
-        for edge in graph.receives:
-            name = self._transport_to(graph, edge.src)
-            transport = self.transports.transport(name)
-            if not transport.supports_static:
-                continue
-            with self._guard:
-                wire = self._next_wire
-                self._next_wire += 1
-            graph.routes[edge.id] = SlotRoute(transport, wire, name)
-            offers.setdefault(edge.src, pb.Offer(transport=name)).wires[edge.id] = wire
-            slots.setdefault(edge.src, {})[wire] = destinations[edge.id]
-        for peer, offer in offers.items():
-            offer.content = self.transports.transport(offer.transport).offer(slots[peer])
-            graph.wires.setdefault(offer.transport, []).extend(slots[peer])
-        return offers
-
     def bind(self, request: pb.BindRequest, deadline: Deadline) -> None:
         """Connect a registered partition to its peers, who have all registered theirs."""
         graph = self._graph(request.handle)
-        for edge in graph.sends:
-            name = self._transport_to(graph, edge.dst)
-            offer = request.offers.get(edge.dst) if edge.dst in request.offers else None
-            if offer is not None and edge.id in offer.wires:
-                channel = self.transports.channel(graph.peers[edge.dst], name, deadline)
-                graph.routes[edge.id] = PushRoute(channel, offer.wires[edge.id], name)
-            else:
-                graph.routes[edge.id] = ServeRoute(name)
-        for peer, offer in request.offers.items():
-            self.transports.channel(graph.peers[peer], offer.transport, deadline).prepare(offer.content)
-        for edge in graph.receives:
-            if edge.id not in graph.routes:
-                peer, name = graph.peers[edge.src], self._transport_to(graph, edge.src)
-                graph.routes[edge.id] = FetchRoute(
-                    self.transports.channel(peer, name, deadline), peer.incarnation, name
-                )
+        graph.connect(self.transports, request.offers, deadline)
         graph.watches = [self._watch(peer) for peer in graph.peers.values()]
-        if (
-            self._graphs.get(graph.handle) is not graph
-        ):  # it was dropped meanwhile, when there was nothing to unwatch yet
+        # It may have been dropped meanwhile, when there was nothing to unwatch yet.
+        if self._graphs.get(graph.handle) is not graph:
             for watch in graph.watches:
                 self.health.unwatch(watch)
 
@@ -378,10 +342,11 @@ class Worker:
         for session, handles in orphans.items():
             self.deregister(session, handles)
 
-    def _transport_to(self, graph: RegisteredGraph, peer: str) -> str:
-        if peer not in graph.transports or peer not in graph.peers:
-            raise GraphError(f"graph {graph.handle}: no route to {peer} came with the partition")
-        return graph.transports[peer]
+    def _wire(self) -> int:
+        with self._guard:
+            wire = self._next_wire
+            self._next_wire += 1
+        return wire
 
     def _graph(self, handle: str) -> RegisteredGraph:
         graph = self._graphs.get(handle)

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import GraphError
-from runtime.execution.executor import Arrival, Executor, Label, Segment
+from runtime.execution.executor import Executor
 from runtime.execution.rendezvous import Edge
 from runtime.execution.schedule import Event, Kind, Schedule, Work, schedule
+from runtime.execution.segment import Arrival, Label, Segment
 from runtime.execution.state import StepState
 from runtime.future import Future
 from runtime.graph.graph import Graph, Output

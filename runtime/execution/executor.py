@@ -6,7 +6,6 @@ import heapq
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import length_hint
 
 import numpy as np
@@ -22,6 +21,7 @@ from runtime.errors import (
     VerbflowError,
 )
 from runtime.execution.rendezvous import Edge, Rendezvous, step_aborted
+from runtime.execution.segment import Arrival, Segment
 from runtime.execution.state import StepState
 from runtime.future import Future
 from runtime.graph.ops import Call
@@ -29,34 +29,6 @@ from runtime.memory.arena import POISON, Arena, Block
 from runtime.memory.plan import MemoryPlan
 from runtime.tensor import TensorSpec
 from runtime.trace import Phase, Tracer
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What a call is, for errors and traces."""
-
-    phase: Phase
-    name: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Calls that run in a row, once the segments ``before`` have run and ``events`` have happened."""
-
-    calls: list[Call]
-    labels: list[Label]
-    before: list[int]
-    events: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A Recv: its event's number, its edge, and where the tensor goes."""
-
-    event: int
-    edge: Edge
-    into: np.ndarray
 
 
 class Executor:
