@@ -88,3 +88,18 @@ def test_listening_twice_is_refused() -> None:
     for name in ("inproc", "grpc"):
         with pair(name) as (client, _), pytest.raises(OSError, match="listens already"):
             client.transport.listen(Shelf())
+
+
+@pytest.mark.parametrize("name", ["inproc", "null", "grpc", "grpc_proto"])
+def test_a_closed_channel_leaves_its_counters_and_nothing_else(name: str) -> None:
+    with contextlib.closing(open_end(name)) as server, contextlib.closing(open_end(name)) as client:
+        server.source.put("key", pattern(8))
+        address = server.listen()
+        for _ in range(3):
+            channel = client.transport.connect(address, peer="/job:test/task:1", deadline=soon())
+            channel.fetch("key", deadline=soon()).result(soon())
+            assert list(client.transport.channels) == [channel]  # type: ignore[attr-defined]
+            channel.close()
+            channel.close()
+        assert list(client.transport.channels) == []  # type: ignore[attr-defined]
+        assert client.transport.totals().fetches == 3

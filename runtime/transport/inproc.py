@@ -28,6 +28,7 @@ from runtime.memory.arena import Arena
 from runtime.tensor import TensorSpec, byte_view
 from runtime.trace import Phase, Tracer
 from runtime.transport.base import Availability, Channel, Counters, Lease, Options, TensorSource, Transport
+from runtime.transport.channels import OpenChannels
 from runtime.transport.pending import Pending, encode_key
 from runtime.transport.watch import Watch
 
@@ -61,7 +62,7 @@ class InprocTransport(Transport):
         options.settings(self.name, InprocSettings)
         self._guard = threading.Lock()
         self._address: str | None = None
-        self._channels: list[InprocChannel] = []
+        self.channels: OpenChannels[InprocChannel] = OpenChannels()
         self.served = Counters()
         self.watch = Watch("inproc-watch", self._expire)
 
@@ -90,25 +91,18 @@ class InprocTransport(Transport):
         if not hmac.compare_digest(listener.token.encode(), self.options.token.encode()):
             raise UnauthenticatedError(f"{peer} at {address.decode()} refuses this run's token")
         channel = InprocChannel(self, listener, peer)
-        with self._guard:
-            self._channels.append(channel)
+        self.channels.add(channel)
         listener.channels.add(channel)
         return channel
 
     def totals(self) -> Counters:
-        total = Counters()
-        total.add(self.served)
+        total = self.channels.totals()
         with self._guard:
-            channels = list(self._channels)
-        for channel in channels:
-            total.add(channel.counters)
+            total.add(self.served)
         return total
 
     def close(self) -> None:
-        with self._guard:
-            channels = list(self._channels)
-        for channel in channels:
-            channel.close()
+        self.channels.close()
         listener = _listeners.pop(self._address or "", None)
         if listener is not None:
             for channel in list(listener.channels):
@@ -116,9 +110,7 @@ class InprocTransport(Transport):
         self.watch.close()
 
     def _expire(self, now_ns: int) -> int | None:
-        with self._guard:
-            channels = list(self._channels)
-        moments = [moment for channel in channels if (moment := channel.expire(now_ns)) is not None]
+        moments = [moment for channel in self.channels if (moment := channel.expire(now_ns)) is not None]
         return min(moments, default=None)
 
 
@@ -198,6 +190,7 @@ class InprocChannel(Channel):
 
     def close(self) -> None:
         self.abort(ChannelClosedError(f"the channel to {self.peer} was closed"))
+        self._transport.channels.remove(self)
 
     def abort(self, reason: BaseException) -> None:
         with self._guard:

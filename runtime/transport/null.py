@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,7 @@ from runtime.future import Future, completed, failed
 from runtime.memory.arena import Arena
 from runtime.trace import Tracer
 from runtime.transport.base import Availability, Channel, Counters, Options, TensorSource, Transport
+from runtime.transport.channels import OpenChannels
 from runtime.transport.pending import encode_key
 
 
@@ -33,8 +33,7 @@ class NullTransport(Transport):
     def __init__(self, options: Options, arena: Arena, tracer: Tracer | None = None) -> None:
         super().__init__(options, arena, tracer)
         self.settings = options.settings(self.name, NullSettings)
-        self._guard = threading.Lock()
-        self._channels: list[NullChannel] = []
+        self.channels: OpenChannels[NullChannel] = OpenChannels()
 
     @classmethod
     def probe(cls) -> Availability:
@@ -44,33 +43,26 @@ class NullTransport(Transport):
         return b"null"
 
     def connect(self, address: bytes, *, peer: str, deadline: Deadline) -> Channel:
-        channel = NullChannel(peer, self.settings)
-        with self._guard:
-            self._channels.append(channel)
+        channel = NullChannel(self, peer)
+        self.channels.add(channel)
         return channel
 
     def totals(self) -> Counters:
-        total = Counters()
-        with self._guard:
-            for channel in self._channels:
-                total.add(channel.counters)
-        return total
+        return self.channels.totals()
 
     def close(self) -> None:
-        with self._guard:
-            channels = list(self._channels)
-        for channel in channels:
-            channel.close()
+        self.channels.close()
 
 
 class NullChannel(Channel):
     """Completes every fetch before it returns. ``bytes_in`` stays 0: nothing came."""
 
-    def __init__(self, peer: str, settings: NullSettings) -> None:
+    def __init__(self, transport: NullTransport, peer: str) -> None:
         self.peer = peer
         self.counters = Counters()
-        self._settings = settings
-        self._zeros = np.zeros(settings.nbytes, np.uint8)
+        self._transport = transport
+        self._settings = transport.settings
+        self._zeros = np.zeros(transport.settings.nbytes, np.uint8)
         self._broken: BaseException | None = None
 
     def fetch(self, key: str, into: np.ndarray | None = None, *, deadline: Deadline) -> Future[np.ndarray]:
@@ -86,6 +78,7 @@ class NullChannel(Channel):
 
     def close(self) -> None:
         self.abort(ChannelClosedError(f"the channel to {self.peer} was closed"))
+        self._transport.channels.remove(self)
 
     def abort(self, reason: BaseException) -> None:
         if self._broken is None:

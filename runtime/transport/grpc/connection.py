@@ -3,7 +3,6 @@ checks token and version, and the one translation of gRPC's errors into ours."""
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import socket
 import threading
@@ -30,6 +29,7 @@ from runtime.errors import (
 from runtime.memory.arena import Arena
 from runtime.trace import Tracer
 from runtime.transport.base import Availability, Channel, Counters, Options, TensorSource, Transport
+from runtime.transport.channels import OpenChannels
 from runtime.transport.grpc import allocator
 from runtime.transport.pending import Pending
 from runtime.transport.watch import Watch
@@ -147,8 +147,7 @@ class GrpcTransportBase(Transport):
         self.watch = Watch(f"{self.name}-watch", self._expire)
         self._server: grpc.Server | None = None
         self._pool: futures.ThreadPoolExecutor | None = None
-        self._channels: list[GrpcChannelBase[Any]] = []
-        self._closed = Counters()
+        self.channels: OpenChannels[GrpcChannelBase[Any]] = OpenChannels()
 
     @classmethod
     def probe(cls) -> Availability:
@@ -168,8 +167,7 @@ class GrpcTransportBase(Transport):
 
     def connect(self, address: bytes, *, peer: str, deadline: Deadline) -> Channel:
         channel = self.channel(self.dial(address), peer)
-        with self.guard:
-            self._channels.append(channel)
+        self.channels.add(channel)
         try:
             channel.connect(deadline)
         except BaseException:
@@ -235,27 +233,14 @@ class GrpcTransportBase(Transport):
         """What every call shows to the peer's gate."""
         return ((_HELLO, wire.encode(wire.Kind.HELLO)), (_TOKEN, self.options.token.encode()))
 
-    def forget(self, channel: GrpcChannelBase[Any]) -> None:
-        """A closed channel: keep its counters only."""
-        with self.guard, contextlib.suppress(ValueError):
-            self._channels.remove(channel)
-            self._closed.add(channel.counters)
-
     def totals(self) -> Counters:
-        total = Counters()
+        total = self.channels.totals()
         with self.guard:
             total.add(self.served)
-            total.add(self._closed)
-            channels = list(self._channels)
-        for channel in channels:
-            total.add(channel.counters)
         return total
 
     def close(self) -> None:
-        with self.guard:
-            channels = list(self._channels)
-        for channel in channels:
-            channel.close()
+        self.channels.close()
         self.watch.close()
         if self._server is not None:
             self._server.stop(None).wait()
@@ -263,9 +248,7 @@ class GrpcTransportBase(Transport):
             self._pool.shutdown(wait=True)
 
     def _expire(self, now_ns: int) -> int | None:
-        with self.guard:
-            channels = list(self._channels)
-        moments = [moment for channel in channels if (moment := channel.expire(now_ns)) is not None]
+        moments = [moment for channel in self.channels if (moment := channel.expire(now_ns)) is not None]
         return min(moments, default=None)
 
 
@@ -295,7 +278,7 @@ class GrpcChannelBase(Channel, Generic[K]):
         self.abort(ChannelClosedError(f"the channel to {self.peer} was closed"))
         self._join()
         self._grpc.close()
-        self._transport.forget(self)
+        self._transport.channels.remove(self)
 
     def abort(self, reason: BaseException) -> None:
         with self._guard:
