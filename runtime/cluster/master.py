@@ -146,7 +146,11 @@ class Master:
     def _run(
         self, registration: Registration, step: int, outcome: Outcome, feeds: Sequence[np.ndarray], deadline: Deadline
     ) -> list[np.ndarray]:
-        generation = registration.generation
+        def share(part: _Part) -> tuple[str, int, int, list[np.ndarray], Deadline, list[int]]:
+            own = [feeds[index] for index in part.feeds]
+            finished = self._take_finished(part.task.name)
+            return registration.handle, step, registration.generation, own, deadline, finished
+
         waiting: list[tuple[_Part, Future[list[np.ndarray]]]] = []
         local: _Part | None = None
         results: list[np.ndarray | None] = [None] * registration.fetch_count
@@ -154,28 +158,13 @@ class Master:
             if isinstance(part.task, LocalTask):
                 local = part
                 continue
-            future = part.task.start_step(
-                registration.handle,
-                step,
-                generation,
-                [feeds[index] for index in part.feeds],
-                deadline,
-                self._take_finished(part.task.name),
-            )
+            future = part.task.start_step(*share(part))
             future.add_done_callback(partial(outcome.report, part.task))
             waiting.append((part, future))
         if local is not None:
             assert isinstance(local.task, LocalTask)
             try:
-                arrays = local.task.run_step(
-                    registration.handle,
-                    step,
-                    generation,
-                    [feeds[index] for index in local.feeds],
-                    deadline,
-                    self._take_finished(local.task.name),
-                )
-                _put(results, local, arrays)
+                _put(results, local, local.task.run_step(*share(local)))
             except VerbflowError as error:
                 outcome.fail(local.task, error)
             except BaseException as error:

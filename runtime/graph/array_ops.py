@@ -34,7 +34,7 @@ from runtime.graph.math_ops import (
     normal_axis,
     sub,
 )
-from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
+from runtime.graph.ops import Attrs, Call, KernelContext, Passive, register
 from runtime.graph.reduction_ops import argmax, matmul, reduce_max, reduce_mean, reduce_sum, sum_to_shape
 from runtime.graph.source_ops import Placeholder, constant, fill, ones_like, placeholder, zeros_like
 from runtime.tensor import TensorSpec
@@ -48,7 +48,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class _View(Op):
+class _View(Passive):
     """An op whose output is its input's memory."""
 
     alias = True
@@ -57,16 +57,6 @@ class _View(Op):
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 1)
         return [inputs[0]]
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        return None
-
-    @staticmethod
-    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
-        return Cost(0, 0)
 
 
 @register
@@ -88,19 +78,13 @@ class StopGradient(_View):
 
 
 @register
-class NoOp(Op):
+class NoOp(Passive):
     """Nothing; done when its control inputs are."""
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 0)
         return []
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        return None
 
 
 @register

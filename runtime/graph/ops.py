@@ -120,6 +120,20 @@ class Op(ABC):
         return Cost(sum(spec.size for spec in outputs), sum(spec.nbytes for spec in (*inputs, *outputs)))
 
 
+class Passive(Op):
+    """An op that does nothing in a step: its outputs are there, or are another's memory, or there are none."""
+
+    @staticmethod
+    def compile(
+        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
+    ) -> Call | None:
+        return None
+
+    @staticmethod
+    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
+        return Cost(0, 0)
+
+
 def normal_attrs(attrs: Attrs) -> dict[str, Any]:
     """Attributes in the forms that a serialised graph can hold; GraphError names one that has none.
 

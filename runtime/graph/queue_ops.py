@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +33,7 @@ class Enqueue(Op):
         inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
     ) -> Call | None:
         (value,), step = inputs, context.step
-        queue = context.resources.queue(
-            attrs["queue"], TensorSpec.of(value), attrs["capacity"], attrs.get("container", "")
-        )
+        queue = _queue(value, attrs, context)
         return lambda: queue.put(value, step.id)
 
 
@@ -57,10 +56,12 @@ class Dequeue(Op):
         inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
     ) -> Call | None:
         (out,), step = outputs, context.step
-        queue = context.resources.queue(
-            attrs["queue"], TensorSpec.of(out), attrs["capacity"], attrs.get("container", "")
-        )
+        queue = _queue(out, attrs, context)
         return lambda: queue.get(out, step.id)
+
+
+def _queue(array: np.ndarray, attrs: Attrs, context: KernelContext) -> Any:
+    return context.resources.queue(attrs["queue"], TensorSpec.of(array), attrs["capacity"], attrs.get("container", ""))
 
 
 def _check_queue(attrs: Attrs) -> None:

@@ -33,13 +33,10 @@ def _accumulator(array: np.ndarray, attrs: Attrs, context: KernelContext) -> Any
     return context.resources.accumulator(attrs["accumulator"], TensorSpec.of(array), attrs.get("container", ""))
 
 
-@register
-class AdvanceStep(Op):
-    """Counts the global step (int64 scalar) on by one and lets those go on who await it; gives the variable's memory."""
+class _StepOp(Op):
+    """An op on the step counter of ``variable``: an int64 scalar in, one out."""
 
     attributes = NAMED
-    alias = True
-    mutates = (0,)
     stateful = True
 
     @staticmethod
@@ -47,6 +44,14 @@ class AdvanceStep(Op):
         check_count(inputs, 1)
         _check_step(inputs[0])
         return [inputs[0]]
+
+
+@register
+class AdvanceStep(_StepOp):
+    """Counts the global step (int64 scalar) on by one and lets those go on who await it; gives the variable's memory."""
+
+    alias = True
+    mutates = (0,)
 
     @staticmethod
     def compile(
@@ -63,21 +68,13 @@ class AdvanceStep(Op):
 
 
 @register
-class AwaitStep(Op):
+class AwaitStep(_StepOp):
     """Waits until the global step called ``variable`` is greater than the input (int64 scalar); gives its value then.
 
     It does not take the variable as an input, because it must not be put in order before or after its updates.
     """
 
-    attributes = NAMED
-    stateful = True
     asynchronous = True
-
-    @staticmethod
-    def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
-        check_count(inputs, 1)
-        _check_step(inputs[0])
-        return [inputs[0]]
 
     @staticmethod
     def compile(

@@ -10,27 +10,17 @@ import numpy as np
 from runtime.errors import ShapeError
 from runtime.graph.graph import Output, current_graph
 from runtime.graph.math_ops import check_count
-from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
+from runtime.graph.ops import Attrs, Passive, register
 from runtime.tensor import TensorSpec, dtype_of
 
 
-class _Source(Op):
+class _Source(Passive):
     """An op without inputs whose output nobody computes in a step."""
 
     @staticmethod
     def infer(inputs: Sequence[TensorSpec], attrs: Attrs) -> list[TensorSpec]:
         check_count(inputs, 0)
         return [TensorSpec(tuple(attrs["shape"]), dtype_of(attrs["dtype"]))]
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        return None
-
-    @staticmethod
-    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
-        return Cost(0, 0)
 
 
 @register

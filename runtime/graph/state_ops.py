@@ -18,7 +18,7 @@ from runtime.errors import GraphError, ShapeError
 from runtime.graph.graph import Graph, Node, Output, current_graph
 from runtime.graph.initialisers import INIT_ATTRIBUTES, KINDS, Initialiser, write_initial, zeros
 from runtime.graph.math_ops import check_count
-from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, register
+from runtime.graph.ops import Attrs, Call, Cost, KernelContext, Op, Passive, register
 from runtime.tensor import TensorSpec, dtype_of
 
 GLOBAL_STEP = "global_step"
@@ -26,7 +26,7 @@ NAMED = ("variable", "container")  # attributes of an op that belongs to a varia
 
 
 @register
-class Variable(Op):
+class Variable(Passive):
     """Memory of ``shape`` and ``dtype`` that outlives the step, known as ``variable`` in ``container``.
 
     The first graph to be registered with it creates and initialises it (attributes of ``initialisers``).
@@ -50,16 +50,6 @@ class Variable(Op):
     def memory(attrs: Attrs, resources: Any) -> Sequence[np.ndarray]:
         spec = TensorSpec(tuple(attrs["shape"]), dtype_of(attrs["dtype"]))
         return [resources.variable(attrs["variable"], spec, partial(write_initial, attrs), attrs.get("container", ""))]
-
-    @staticmethod
-    def compile(
-        inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], attrs: Attrs, context: KernelContext
-    ) -> Call | None:
-        return None
-
-    @staticmethod
-    def cost(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], attrs: Attrs) -> Cost:
-        return Cost(0, 0)
 
 
 def update_lock(memory: np.ndarray, attrs: Attrs, context: KernelContext) -> Any:

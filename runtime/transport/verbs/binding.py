@@ -130,6 +130,13 @@ class PortLimits:
     active_mtu: int
     max_msg_sz: int
 
+    @classmethod
+    def of(cls, found: Any) -> PortLimits:
+        """From what both libraries answer."""
+        return cls(
+            int(found.state), int(found.link_layer), int(found.lid), int(found.active_mtu), int(found.max_msg_sz)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PathTo:

@@ -170,10 +170,7 @@ class IbverbsDevice(Device):
 
     def port(self, number: int) -> PortLimits:
         with _translated(f"querying port {number} of {self.name}"):
-            found = self._context.query_port(number)
-        return PortLimits(
-            int(found.state), int(found.link_layer), int(found.lid), int(found.active_mtu), int(found.max_msg_sz)
-        )
+            return PortLimits.of(self._context.query_port(number))
 
     def register(self, address: int, nbytes: int, access: int) -> MemoryRegion:
         with _translated(f"registering {nbytes} bytes with {self.name}"):
