@@ -34,7 +34,9 @@ def alexnet_step(graph: Graph, server: Server, batch: int) -> Callable[[Session]
     from runtime.training.optimizers import SGD
     from runtime.training.schemes import asynchronous
 
-    with graph.device(server.name), graph.variable_devices(lambda spec: "/job:ps/task:0"):
+    # Without a parameter server every worker trains alone, with the variables in its own process.
+    home = "/job:ps/task:0" if "/job:ps/task:0" in server.cluster else server.name
+    with graph.device(server.name), graph.variable_devices(lambda spec: home):
         model = catalog.build("alexnet_torchvision", batch)
         scheme = asynchronous(model.loss, SGD(0.001), model.parameters)
     random = np.random.default_rng(0)
