@@ -9,7 +9,7 @@ import pytest
 
 from runtime.cluster.launcher import LocalCluster
 from runtime.deadline import Deadline
-from runtime.tests.test_training import LENET, WORKER, alone
+from runtime.tests.test_jobs import LENET, WORKER, alone
 from runtime.training.checkpoint import Checkpoint, latest_checkpoint
 from runtime.training.report import read_report
 from runtime.transport.registry import transport_class
