@@ -364,3 +364,15 @@ def test_a_tensor_that_cannot_travel_fails_its_fetch_only(name: str) -> None:
         with pytest.raises(ShapeError, match="M8"):
             client.channel.fetch("key", deadline=soon()).result(soon())
         assert released.wait(10)
+
+
+@pytest.mark.parametrize("name", ["grpc", "grpc_proto"])
+def test_the_error_that_a_lost_channel_keeps_holds_no_frames(name: str) -> None:
+    with pair(name) as (client, server):
+        pending = client.channel.fetch("never", np.empty(8, np.uint8), deadline=soon())
+        assert eventually(lambda: server.source.asked("never"))
+        server.close()
+        assert isinstance(pending.exception(soon()), PeerLostError)
+        kept = client.channel._broken  # type: ignore[attr-defined]
+        assert isinstance(kept, PeerLostError) and kept.__cause__ is not None
+        assert kept.__cause__.__traceback__ is None

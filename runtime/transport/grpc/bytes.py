@@ -248,7 +248,8 @@ class GrpcChannel(GrpcChannelBase[int]):
             lost = translate(error, self.peer)
         else:
             lost = PeerLostError(f"{self.peer} is lost: it closed the connection")
-        lost.__cause__ = error
+        # The channel keeps the error, which must not keep the frames that met it, nor the message in their locals.
+        lost.__cause__ = error.with_traceback(None)
         self.abort(lost)
         return self._broken or lost
 

@@ -203,7 +203,8 @@ class GrpcProtoChannel(GrpcChannelBase[grpc.Future]):
             told = dict(error.trailing_metadata() or ()).get(_ERROR, b"")
             return wire.error_from_text(told.decode(errors="replace"), self.peer)
         failure = translate(error, self.peer)
-        failure.__cause__ = error
+        # The channel keeps the failure, which must not keep the frames here: their locals lead to the step's memory.
+        failure.__cause__ = error.with_traceback(None)
         if isinstance(failure, PeerLostError):
             # gRPC would connect again by itself, perhaps to the peer's successor; to us the peer is lost.
             self.abort(failure)
