@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -154,6 +155,32 @@ def test_link_exports_buffers_made_for_one_use() -> None:
         assert left.lost() is None  # takes what came over the socket
         with pytest.raises(CorruptMessageError):
             left.post_write(local, region)
+
+
+def test_a_buffer_that_comes_while_the_link_closes_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The progress thread reads the socket; what it is just taking must not outlive the link."""
+    taking, go_on = threading.Event(), threading.Event()
+    check = area.check
+
+    def slowly(fd: int, nbytes: int) -> None:
+        taking.set()
+        assert go_on.wait(30)
+        check(fd, nbytes)
+
+    with linked() as (left, right, _, _):
+        buffer = right.allocate(5000)
+        monkeypatch.setattr(area, "check", slowly)
+        reader = threading.Thread(target=left.lost)
+        reader.start()
+        assert taking.wait(30)
+        closer = threading.Thread(target=left.close)
+        closer.start()
+        closer.join(0.1)
+        go_on.set()
+        reader.join(30)
+        closer.join(30)
+        right.free(buffer)
+        assert not left._areas  # and no descriptor is left: see conftest.py
 
 
 def test_everything_of_a_closed_link_may_be_called() -> None:

@@ -57,6 +57,9 @@ class ShmLink(Link):
         ring_fd, self._bell, arena_fd = hello.fds
         self._sender: Sender | None = None
         self._area = area.PeerArea(arena_fd, hello.arena_bytes, hello.arena_key, hello.arena_used)
+        self._own: dict[int, tuple[int, int, mmap.mmap, np.ndarray]] = {}  # allocate: address -> key, fd, map, memory
+        self._guard = threading.Lock()
+        self._areas: dict[int, area.PeerArea] = {}  # the peer's allocate
         self._closed = False
         try:
             area.check(ring_fd, ring_bytes(hello.slots, hello.stride))
@@ -82,9 +85,6 @@ class ShmLink(Link):
         self.max_message = self._sender.max_payload
         self.control = sock.fileno()
         sock.setblocking(False)
-        self._own: dict[int, tuple[int, int, mmap.mmap, np.ndarray]] = {}  # allocate: address -> key, fd, map, memory
-        self._socket_guard = threading.Lock()
-        self._areas: dict[int, area.PeerArea] = {}  # the peer's allocate
         self._gone: BaseException | None = None
 
     def region(self, buffer: np.ndarray) -> Region:
@@ -172,8 +172,8 @@ class ShmLink(Link):
         self._receiver.disarm()
 
     def acknowledge(self) -> None:
-        if not self._closed:
-            with contextlib.suppress(OSError):  # another thread was quicker
+        with self._guard, contextlib.suppress(OSError):  # another thread was quicker
+            if not self._closed:
                 os.eventfd_read(self._doorbell)
 
     def lost(self) -> BaseException | None:
@@ -181,22 +181,24 @@ class ShmLink(Link):
         return self._gone
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._receiver.close()
-        if self._sender is not None:
-            self._sender.close()
-            for _, fd, _, _ in self._own.values():
-                os.close(fd)
-            self._own.clear()
+        # The progress thread may be taking buffers from the socket just now: what it takes is closed here, and no more is.
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            self._socket.close()
             for other in self._areas.values():
                 other.close()
             self._areas.clear()
+            os.close(self._doorbell)
+        self._receiver.close()
+        if self._sender is not None:
+            self._sender.close()
+        for _, fd, _, _ in self._own.values():
+            os.close(fd)
+        self._own.clear()
         self._area.close()
-        self._socket.close()
         os.close(self._bell)
-        os.close(self._doorbell)
 
     def abort(self, reason: BaseException) -> None:
         # Only the sending half: the peer's end of the connection then tells when it has stopped, too.
@@ -224,8 +226,8 @@ class ShmLink(Link):
         return found
 
     def _read_socket(self) -> None:
-        with self._socket_guard:
-            while self._gone is None:
+        with self._guard:
+            while self._gone is None and not self._closed:
                 try:
                     message, fds = receive_fds(self._socket)
                     if not message:
