@@ -189,15 +189,26 @@ def _memory() -> list[Check]:
             f"{units.format_bytes(round(free, -8))} available",
             "" if free > 4 << 30 else "full-size AlexNet needs about 4 GB",
         ),
-        Check(
-            "huge pages",
-            "ok" if huge in ("always", "madvise") else "warn",
-            f"transparent huge pages: {huge}",
-            ""
-            if huge in ("always", "madvise", "not exposed")
-            else "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        _huge_pages("huge pages", "enabled", "madvise", huge, ""),
+        _huge_pages(
+            "huge pages of shared memory",
+            "shmem_enabled",
+            "advise",
+            about["huge_pages_shared"],
+            "; copies of many MiB between processes take up to twice as long in small pages",
         ),
     ]
+
+
+def _huge_pages(name: str, setting: str, wanted: str, found: str, cost: str) -> Check:
+    """A setting of transparent huge pages (the kernel's Documentation/admin-guide/mm/transhuge.rst)."""
+    good = found in ("always", "within_size", wanted, "force", "not exposed")
+    return Check(
+        name,
+        "ok" if good else "warn",
+        f"transparent huge pages: {found}{'' if good else cost}",
+        "" if good else f"echo {wanted} | sudo tee /sys/kernel/mm/transparent_hugepage/{setting}",
+    )
 
 
 def _launchers() -> list[Check]:

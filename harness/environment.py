@@ -36,6 +36,7 @@ def describe() -> dict[str, Any]:
         "virtual": "hypervisor" in _read("/proc/cpuinfo"),
         "governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor") or "not exposed",
         "huge_pages": _chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled")) or "not exposed",
+        "huge_pages_shared": _chosen(_read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) or "not exposed",
         "tcp_congestion": _read("/proc/sys/net/ipv4/tcp_congestion_control"),
         "memlock_bytes": _memlock(),
         "interfaces": _interfaces(),

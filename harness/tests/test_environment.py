@@ -35,3 +35,12 @@ def test_the_doctor_gives_a_remedy_for_what_it_finds_wrong():
         assert check.finding
         if check.state == "no" and check.name.startswith(("soft-RoCE", "locked")):
             assert check.remedy
+
+
+def test_small_pages_of_shared_memory_are_a_warning_with_a_remedy(monkeypatch):
+    about = environment.describe()
+    for found, state in (("never", "warn"), ("deny", "warn"), ("advise", "ok"), ("within_size", "ok")):
+        monkeypatch.setattr(environment, "describe", lambda found=found: {**about, "huge_pages_shared": found})
+        check = next(check for check in doctor.examine() if check.name == "huge pages of shared memory")
+        assert check.state == state
+        assert ("shmem_enabled" in check.remedy) == (state == "warn")
