@@ -41,6 +41,6 @@ def test_small_pages_of_shared_memory_are_a_warning_with_a_remedy(monkeypatch):
     about = environment.describe()
     for found, state in (("never", "warn"), ("deny", "warn"), ("advise", "ok"), ("within_size", "ok")):
         monkeypatch.setattr(environment, "describe", lambda found=found: {**about, "huge_pages_shared": found})
-        check = next(check for check in doctor.examine() if check.name == "huge pages of shared memory")
+        check = next(check for check in doctor._memory() if check.name == "huge pages of shared memory")
         assert check.state == state
         assert ("shmem_enabled" in check.remedy) == (state == "warn")
