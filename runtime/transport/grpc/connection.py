@@ -46,13 +46,14 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class GrpcSettings:
-    """chunk_bytes: longest piece of a tensor in one message. max_channels: peers served at once, two threads each.
+    """chunk_bytes: longest piece of a tensor in one message; 1 MiB takes a tenth more processor time a byte, 16 MiB a fifth,
+    because gRPC copies a message several times and should find it in cache. max_channels: peers served at once, two threads each.
     max_requests (grpc_proto): unanswered fetches served at once, a thread each. keepalive_s: a peer whose machine is
     silent is lost after twice this. allocator: ``tuned`` or ``default`` (see allocator.py). advertise: the host that peers
     connect to where it is not the bound address. tls_*: PEM files; own certificate and key, and the authority that peers'
     certificates are checked against."""
 
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int = 2 << 20
     max_channels: int = 64
     max_requests: int = 512
     keepalive_s: float = 10.0
