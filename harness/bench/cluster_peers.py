@@ -2,8 +2,8 @@
 
 Two comparisons: ``session.run`` of one op that lives in another process, and asynchronous training of the single-tower
 AlexNet (batch 32) by one parameter server and two workers. All jobs are up for the whole time and only one of them works
-at a time. TensorFlow is looked for in the interpreter that VERBFLOW_PEER_PYTHON names, or in this one; without it our own
-figures are printed.
+at a time; training takes about 14 GiB of memory. TensorFlow is looked for in the interpreter that VERBFLOW_PEER_PYTHON
+names, or in this one; without it our own figures are printed.
 
 =================  ===============================================================================================
 contender          what
@@ -33,14 +33,13 @@ from runtime.cluster.launcher import LocalCluster, TaskProcess, free_addresses
 from runtime.deadline import Deadline
 
 _PATIENCE_S = 600.0
-# One malloc arena that keeps what it has: without them every transfer maps and touches fresh pages.
+# One malloc arena that keeps what it has; without these settings every transfer maps and touches fresh pages.
 _ALLOCATOR = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-
 
 # (what, workers, batch, steps) -> the job, while it is up.
 Start = Callable[[str, int, int, int], contextlib.AbstractContextManager["Contender"]]

@@ -37,7 +37,7 @@ class FetchState:
     channel: Channel | None
 
 
-class Fetching(Benchmark):
+class FetchBenchmark(Benchmark):
     """A benchmark whose state is a ``FetchState``, and whose iterations do nothing but receive payload."""
 
     def teardown(self, ctx: RankContext, state: FetchState) -> None:

@@ -2,7 +2,7 @@
 
 Two pairs of real processes, one with the tuned allocator and one with the C library's defaults, take turns; within a round
 the variants alternate fetch by fetch, so drift hits all alike. ``bare`` is the best that gRPC in Python was found to do with
-one fetch at a time (a bidirectional stream, 1 MiB chunks, tuned allocator, a thread for nothing but this stream);
+one fetch at a time (a bidirectional stream, 2 MiB chunks, tuned allocator, a thread for nothing but this stream);
 ``unary`` is the first thing one writes. Every variant ends with the bytes in a given numpy array.
 """
 
@@ -26,7 +26,7 @@ from runtime.testing import Rank, open_end, pattern_tensor, spawn
 from runtime.transport.base import Channel
 from runtime.transport.grpc import allocator
 
-CHUNK = 1 << 20
+CHUNK = 2 << 20
 SIZES = [8, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 Fetch = Callable[[int, np.ndarray], None]

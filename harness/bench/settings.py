@@ -8,7 +8,7 @@ from harness.bench.base import parameter
 
 _NAMES = ("protocol", "eager_threshold", "chunk_bytes", "binding")
 # Their defaults are the transport's, which are not "auto" or 0.
-_DEFAULTS = {"spin_us": 60, "message_reuse": True, "tensor_reuse": True, "pool": True}
+_DEFAULTS = {"spin_us": 60, "spin_max_us": 1000, "message_reuse": True, "tensor_reuse": True, "pool": True}
 
 
 def protocol_parameter() -> Any:
@@ -33,7 +33,12 @@ def binding_parameter() -> Any:
 
 
 def spin_us_parameter() -> Any:
-    return parameter(_DEFAULTS["spin_us"], "how long a waiting thread polls before it sleeps", at_most=10_000)
+    return parameter(_DEFAULTS["spin_us"], "how long a waiting thread polls at least before it sleeps", at_most=10_000)
+
+
+def spin_max_us_parameter() -> Any:
+    meaning = "how long it polls at most, where that has been learnt to pay; below spin_us: exactly spin_us"
+    return parameter(_DEFAULTS["spin_max_us"], meaning, at_most=10_000)
 
 
 def transport_params(p: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from harness.bench.base import (
     pattern,
     transport_parameter,
 )
-from harness.bench.fetching import Fetching, FetchState, Served, arena_bytes
+from harness.bench.fetching import FetchBenchmark, FetchState, Served, arena_bytes
 from harness.bench.settings import (
     binding_parameter,
     chunk_bytes_parameter,
@@ -44,7 +44,7 @@ class StreamState(FetchState):
     into: list[np.ndarray]
 
 
-class Stream(Fetching):
+class Stream(FetchBenchmark):
     name = "stream"
     summary = "a window of fetches in flight: bandwidth, one way or both"
     Params = StreamParams

@@ -19,12 +19,13 @@ from harness.bench.base import (
     pattern,
     transport_parameter,
 )
-from harness.bench.fetching import Fetching, FetchState, Served, arena_bytes
+from harness.bench.fetching import FetchBenchmark, FetchState, Served, arena_bytes
 from harness.bench.settings import (
     binding_parameter,
     chunk_bytes_parameter,
     eager_threshold_parameter,
     protocol_parameter,
+    spin_max_us_parameter,
     spin_us_parameter,
     transport_params,
 )
@@ -43,6 +44,7 @@ class TransferParams:
     eager_threshold: int = eager_threshold_parameter()
     chunk_bytes: int = chunk_bytes_parameter()
     spin_us: int = spin_us_parameter()
+    spin_max_us: int = spin_max_us_parameter()
     message_reuse: bool = parameter(True, "paper_*: messages from buffers registered once", unit="flag")
     tensor_reuse: bool = parameter(True, "paper_*: a tensor's buffers are kept", unit="flag")
     pool: bool = parameter(True, "paper_*: buffers from one registered block", unit="flag")
@@ -58,7 +60,7 @@ class TransferState(FetchState):
     moves: int
 
 
-class Transfer(Fetching):
+class Transfer(FetchBenchmark):
     name = "transfer"
     summary = "one fetch of a tensor: latency, and its rate over size"
     Params = TransferParams

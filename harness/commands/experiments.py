@@ -63,7 +63,7 @@ def plan(name: str, profile: str | None, pairs: tuple[str, ...], rounds: int | N
     """Show the cells of an experiment, and what they will take, before anything runs."""
     from harness import campaign
 
-    experiment, place, note = _resolve(name, profile, forgiving=True)
+    experiment, place, note = _resolve(name, profile)
     made = campaign.make_plan(experiment, _settings(pairs), place, rounds)
     cells = experiment.cells(_settings(pairs))
     estimate = campaign.estimate(made, place.where)
@@ -128,7 +128,7 @@ def run(
     # Somebody's `kill` or a time limit must take the ranks and the guest down too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    experiment, place, note = _resolve(name, profile, forgiving=True)
+    experiment, place, note = _resolve(name, profile)
     if check and experiment.place == "guest" and place.where == "here" and place.choice is None:
         click.echo(f"verbflow: nothing is checked: {note}", err=True)
         return 0
@@ -244,7 +244,7 @@ def _settings(pairs: tuple[str, ...]) -> dict[str, Any]:
     return settings
 
 
-def _resolve(name: str, profile: str | None, forgiving: bool) -> tuple[Any, Any, str]:
+def _resolve(name: str, profile: str | None) -> tuple[Any, Any, str]:
     """Experiment, place and a note about how the profile was chosen.
 
     Where the guest cannot be had, what needs no RDMA runs here all the same, and the note says what is missing.
@@ -259,8 +259,6 @@ def _resolve(name: str, profile: str | None, forgiving: bool) -> tuple[Any, Any,
     try:
         place = campaign.choose_place(experiment)
     except UnavailableError as error:
-        if not forgiving:
-            raise
         note = f"here, without RDMA: {error}"
         place = campaign.Place("here", "", note)
     return experiment, place, note

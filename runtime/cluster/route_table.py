@@ -23,7 +23,7 @@ class CallAll(Protocol):
 
 
 class RouteTable:
-    """Each pair of incarnations is asked once. Any thread may call."""
+    """What was agreed on is kept, so a pair of incarnations is not asked again. Any thread may call."""
 
     def __init__(self, call_all: CallAll) -> None:
         self._call_all = call_all
@@ -63,7 +63,7 @@ class RouteTable:
 
     def known(self) -> dict[tuple[str, str], Route]:
         """All that was agreed on so far, by the two tasks' names in order."""
-        return {(first, second): route for (first, _, second, _), route in self._resolved.items()}
+        return {(first, second): route for (first, _, second, _), route in list(self._resolved.items())}
 
 
 def _check_policies(first: str, second: str, policies: Mapping[str, str]) -> None:

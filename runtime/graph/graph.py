@@ -177,8 +177,7 @@ class Graph:
 
         Without ``name`` one is made from the op's (``MatMul``, ``MatMul_1``); a given one must be free. ``device`` "" leaves the
         choice to placement; None takes the ``device`` block around. ``colocate`` None likewise takes that of the
-        ``colocate_with`` block around. Attributes are those that the op states, with values
-        that ``normal_attrs`` admits.
+        ``colocate_with`` block around. Attributes are those that the op states, with values that ``normal_attrs`` admits.
         """
         cls = op_class(op)
         if name is None:
@@ -192,9 +191,7 @@ class Graph:
         where = self._device[-1] if device is None else _checked_device(device)
         if unknown := [key for key in attrs if key not in cls.attributes]:
             known = f"its attributes are {', '.join(cls.attributes)}" if cls.attributes else "it takes none"
-            raise GraphError(
-                f"node {full} ({cls.name}): there is no attribute {', '.join(map(repr, unknown))}; {known}"
-            )
+            raise GraphError(f"node {full} ({cls.name}): no such attribute: {', '.join(map(repr, unknown))}; {known}")
         taken = tuple(self._own(full, value) for value in inputs)
         before = (*self._control[-1], *_nodes(control))
         for node in before:

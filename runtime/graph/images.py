@@ -23,7 +23,7 @@ Arrays = Sequence[np.ndarray]
 
 
 def check_images(spec: TensorSpec) -> None:
-    """ShapeError unless ``spec`` is one of NHWC images."""
+    """ShapeError unless ``spec`` is one of NHWC images, of a floating dtype."""
     if len(spec.shape) != 4:
         raise ShapeError(f"images must be [batch, height, width, channels], not of shape {spec.shape}")
     check_floating(spec)

@@ -367,7 +367,7 @@ def test_a_tensor_that_cannot_travel_fails_its_fetch_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpc", "grpc_proto"])
-def test_the_error_that_a_lost_channel_keeps_holds_no_frames(name: str) -> None:
+def test_the_cause_that_a_lost_channel_keeps_holds_no_frames(name: str) -> None:
     with pair(name) as (client, server):
         pending = client.channel.fetch("never", np.empty(8, np.uint8), deadline=soon())
         assert eventually(lambda: server.source.asked("never"))

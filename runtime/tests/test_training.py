@@ -1,4 +1,4 @@
-"""Training over parameter servers: optimizers, schemes, and whole jobs of real processes."""
+"""Training over parameter servers: optimizers and schemes."""
 
 from __future__ import annotations
 

@@ -254,8 +254,8 @@ class GrpcTransportBase(Transport):
 
 
 class GrpcChannelBase(Channel, Generic[K]):
-    """A connection to one peer and the fetches that wait for it, each under a key of the subclass's own. ``_guard`` is over
-    ``_pending``, ``_broken`` (why the channel is of no use any more) and the counters."""
+    """A connection to one peer and the fetches that wait for it, each under a key of the subclass's own. ``_guard`` is
+    held by who changes ``_pending``, ``_broken`` (why the channel is of no use any more) or the counters."""
 
     def __init__(self, transport: GrpcTransportBase, connection: grpc.Channel, peer: str) -> None:
         self.peer = peer

@@ -92,6 +92,12 @@ class OneSidedChannel(Endpoint, Channel):
     def push(self, edge: int, generation: int, tensor: np.ndarray, *, deadline: Deadline) -> Future[None]:
         return self._edges.push(edge, generation, tensor, deadline)
 
+    # Progress's side
+
+    def expects(self) -> bool:
+        waiting = self._pending or self._queued or self._edges.waiting or self._flights
+        return bool(waiting or self._outbox or self._saying_bye)
+
     # Asking
 
     def _start(self, key: str, into: np.ndarray | None, mode: Mode, limit: int, deadline: Deadline) -> Future[Any]:
@@ -361,9 +367,6 @@ class OneSidedChannel(Endpoint, Channel):
             limit = self.transport.settings.eager_threshold if fetch.mode is _BORROW else self._eager_limit
             region = self.link.region(fetch.landing) if fetch.landing is not None else NO_REGION
             self._ask(fetch, key_bytes, region, limit)
-
-    def expects(self) -> bool:
-        return bool(self._pending or self._queued or self._edges.waiting or self._flights)
 
     # The end
 

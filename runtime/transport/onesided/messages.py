@@ -88,7 +88,7 @@ pack_eager = _EAGER.pack
 
 
 class Fetch(NamedTuple):
-    """A decoded FETCH. ``spec`` is the destination's, None if the fetching end has no destination."""
+    """A decoded FETCH. ``spec_bytes`` are the destination's, empty if the fetching end has none."""
 
     request: int
     mode: Mode

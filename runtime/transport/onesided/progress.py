@@ -24,7 +24,7 @@ from runtime.transport.onesided.spinning import Spinning
 
 TICK_S = 0.004
 # A link without a descriptor (its binding does not show one) is polled this often.
-_BLIND_TICK_S = 0.0005
+_BLIND_TICK_S = 0.001
 _TAKEOVER_S = 0.001
 # Looks at the links before the first yield: about as long as a small fetch takes, so that on a busy machine it need not give
 # its processor away. Short enough to do no harm where both ends share one.
@@ -43,7 +43,7 @@ class Member(Protocol):
         """Poll once and handle what came; True if anything did. Never blocks, never raises."""
 
     def expects(self) -> bool:
-        """Is something under way whose end somebody may wait for without polling?"""
+        """Is something under way whose end somebody may wait for without polling? Takes no lock."""
 
     def lost(self, error: BaseException) -> None:
         """The peer is gone."""
@@ -70,14 +70,18 @@ class Progress:
         self._handlers: dict[int, Callable[[], None]] = {}
         self._rung: set[int] = set()  # descriptors whose one shot has fired and that nobody has armed again
         self._blind = 0
-        # Members whose bell a waiting thread left as it was, because arming costs and nothing is expected; only who has the
-        # role changes it. They are armed at the first tick within which nobody drove.
+        # Members whose bell may be silent, because arming it costs and nothing was expected, or because it has rung. Who has the
+        # role adds to it. They are armed when something is expected, or at the first tick within which nobody drove.
         self._unarmed: set[Member] = set()
         self._driven = False
         self._epoll = select.epoll()  # the background thread's: links once a shot, sockets, the wake-up
         self._doorbells = select.epoll()  # a waiting thread's: links
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
+        # Both epolls watch the same bells, and who is woken first empties them: the background thread then nudges the other.
+        self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._doorbells.register(self._nudge, select.EPOLLIN)
+        self._asleep = False
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.wakeups = 0
@@ -132,17 +136,19 @@ class Progress:
     def drive(self, deadline: Deadline, done: Callable[[], bool], own: Member | None = None) -> None:
         """Make progress on this thread until ``done()`` or the deadline; the ``drive`` of this transport's futures.
 
-        All links are polled; only ``own``'s, where the answer will come, is kept from ringing meanwhile. Returns early when
-        another thread waits here already: that one, or the background thread after it, makes the progress, and the caller
-        sleeps until it is told.
+        All links are polled; only ``own``'s, where the answer will come, is kept from ringing meanwhile, and perhaps until
+        something is expected there again. Returns early when another thread waits here already: that one, or the background
+        thread after it, makes the progress, and the caller sleeps until it is told.
         """
         if not self._role.acquire(False):
-            if not self._background:
-                return
-            self._wanted = True
-            taken = self._role.acquire(timeout=_TAKEOVER_S)
-            self._wanted = False
+            taken = False
+            if self._background:
+                self._wanted = True
+                taken = self._role.acquire(timeout=_TAKEOVER_S)
+                self._wanted = False
             if not taken:
+                if own is not None:
+                    self.attend(own)
                 return
         try:
             members = self._members
@@ -159,8 +165,9 @@ class Progress:
                     if member.peek() and member.progress():
                         busy = True
                 if busy:
-                    if done():
+                    if done() or clock() >= deadline.at_ns:
                         return
+                    members = self._members
                     spin_end = idle = 0
                     continue
                 idle += 1
@@ -185,7 +192,7 @@ class Progress:
 
     def attend(self, member: Member) -> None:
         """Something is expected of ``member`` now, and perhaps nobody will poll: let its bell ring. Any thread."""
-        if member in self._unarmed:
+        if member in self._unarmed and not self._stopping:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -202,6 +209,7 @@ class Progress:
         self._epoll.close()
         self._doorbells.close()
         os.close(self._wake)
+        os.close(self._nudge)
 
     def _start(self) -> None:
         if self._thread is None and not self._stopping:
@@ -225,6 +233,7 @@ class Progress:
     def _block(self, seconds: float, quiet: tuple[Member, ...]) -> bool:
         """Sleep until a bell rings or a tick is over, holding the role. True if anything happened."""
         busy = False
+        self._asleep = True  # before the bells are armed: see ``_run``
         self._arm(self._members)
         for member in self._members:
             if member.progress():
@@ -234,16 +243,21 @@ class Progress:
             self.wakeups += 1
             for fd, _ in events:
                 owner = self._by_fd.get(fd)
-                if owner is not None:
-                    owner.link.acknowledge()
+                if fd == self._nudge:
+                    os.eventfd_read(fd)
                     busy = True
+                elif owner is not None:
+                    owner.link.acknowledge()
+                    self._unarmed.add(owner)
+                    busy = True
+        self._asleep = False
         for member in quiet:
             member.disarm()
         return busy
 
     def _spares(self, member: Member) -> bool:
         """Leave the bell of this member alone for now?"""
-        if not member.link.costly_bell or member.expects():
+        if not member.link.costly_bell or member.expects() or member not in self._members:
             return False
         self._unarmed.add(member)
         return True
@@ -255,15 +269,23 @@ class Progress:
 
     def _leave(self, quiet: tuple[Member, ...]) -> None:
         """Let those ring again that were kept from it, look at them once more, and give the role up."""
-        if self._unarmed:
-            quiet += tuple(member for member in tuple(self._unarmed) if member.expects())
-        self._arm(quiet)
-        more = _look(quiet)
-        self._role.release()
+        more = False
+        try:
+            if self._unarmed:
+                quiet += self._expecting()
+            self._arm(quiet)
+            more = _look(quiet)
+        finally:
+            self._role.release()
         if self._rung:
             self._rearm()
-        if more:  # what was there before the bell was armed does not ring it
+        # What was there before the bell was armed does not ring it; and somebody may expect something since just now.
+        if more or (self._unarmed and self._expecting()):
             os.eventfd_write(self._wake, 1)
+
+    def _expecting(self) -> tuple[Member, ...]:
+        """Those whose bell may be silent and should not be."""
+        return tuple(member for member in tuple(self._unarmed) if member.expects())
 
     def _rearm(self) -> None:
         """Bells rang that the background thread could not follow, because we had the role: wait for them again, and look
@@ -272,8 +294,11 @@ class Progress:
             with self._guard:
                 while self._rung:
                     fd = self._rung.pop()
-                    if fd in self._by_fd:
+                    owner = self._by_fd.get(fd)
+                    if owner is not None:
                         self._epoll.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
+                        if owner not in self._unarmed:
+                            owner.link.arm()
             if not self._role.acquire(False):
                 return  # whoever has it looks at everything
             more = _look(self._members)
@@ -299,6 +324,8 @@ class Progress:
                     if owner is not None:
                         owner.link.acknowledge()
                         rang = True
+            if rang and self._asleep:
+                os.eventfd_write(self._nudge, 1)
             if self._members:
                 self._turn(rang)
                 now = time.monotonic_ns()
@@ -317,8 +344,8 @@ class Progress:
             if rang:
                 self.wakeups += 1
                 self._serving.waited(time.monotonic_ns() - self._idle_ns)
-            if self._unarmed and not self._driven:
-                self._arm(tuple(self._unarmed))
+            if self._unarmed:
+                self._arm(self._expecting() if self._driven else tuple(self._unarmed))
             self._driven = False
             busy = rang
             for member in self._members:

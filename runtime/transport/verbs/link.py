@@ -280,8 +280,11 @@ class VerbsLink(Link):
         if not self._armed:
             with self._guard:
                 if not self._closed and not self._armed:
-                    self._armed = True
-                    self._pair.request_notification()
+                    try:
+                        self._pair.request_notification()
+                        self._armed = True
+                    except TransportError as error:
+                        self._fail(error)  # which the next look finds
         return self._pair.fd
 
     def acknowledge(self) -> None:
