@@ -30,6 +30,12 @@ def _pooling_out(images: TensorSpec, attrs: Attrs) -> TensorSpec:
     return TensorSpec((images.shape[0], window.out_height, window.out_width, images.shape[3]), images.dtype)
 
 
+def _pooling_cost(pooled: TensorSpec, inputs: Specs, outputs: Specs, attrs: Attrs) -> Cost:
+    """An operation for each element of each window of ``pooled``, forward or backward."""
+    rows, columns = attrs["kernel"]
+    return Cost(rows * columns * pooled.size, touched((*inputs, *outputs)))
+
+
 class _Pool(Op):
     """Input: images."""
 
@@ -49,8 +55,7 @@ class _Pool(Op):
 
     @staticmethod
     def cost(inputs: Specs, outputs: Specs, attrs: Attrs) -> Cost:
-        rows, columns = attrs["kernel"]
-        return Cost(rows * columns * outputs[0].size, touched((*inputs, *outputs)))
+        return _pooling_cost(outputs[0], inputs, outputs, attrs)
 
 
 def _geometry(node: Node) -> dict[str, Any]:
@@ -102,8 +107,7 @@ class MaxPoolGrad(Op):
 
     @staticmethod
     def cost(inputs: Specs, outputs: Specs, attrs: Attrs) -> Cost:
-        rows, columns = attrs["kernel"]
-        return Cost(rows * columns * inputs[1].size, touched((*inputs, *outputs)))
+        return _pooling_cost(inputs[1], inputs, outputs, attrs)
 
 
 @register
@@ -157,8 +161,7 @@ class AvgPoolGrad(Op):
 
     @staticmethod
     def cost(inputs: Specs, outputs: Specs, attrs: Attrs) -> Cost:
-        rows, columns = attrs["kernel"]
-        return Cost(rows * columns * inputs[0].size, touched((*inputs, *outputs)))
+        return _pooling_cost(inputs[0], inputs, outputs, attrs)
 
 
 def max_pool(
