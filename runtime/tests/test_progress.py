@@ -5,17 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from runtime.deadline import Deadline
 from runtime.testing import End, eventually, pair, pattern
-from runtime.tests.verbs_simulation import PLACE, SimulatedDevice, SimulatedPair
+from runtime.tests.verbs_simulation import SimulatedPair, simulate
 from runtime.transport.onesided import progress
 from runtime.transport.onesided.spinning import Spinning
-from runtime.transport.verbs import transport as verbs_transport
 
 US = 1000
 
@@ -45,10 +43,7 @@ def test_without_a_spin_none_is_learnt() -> None:
 @pytest.fixture
 def arms(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedPair]:
     """Verbs on a simulated device; the queue pairs that asked for a notification, each time that they did."""
-    library = SimpleNamespace(name="simulated", open=lambda name: SimulatedDevice())
-    monkeypatch.setattr(verbs_transport, "load_binding", lambda name="auto": library)
-    monkeypatch.setattr(verbs_transport, "choose_place", lambda *_: PLACE)
-    monkeypatch.setattr(verbs_transport, "why_unavailable", lambda: None)
+    simulate(monkeypatch)
     asked: list[SimulatedPair] = []
     request = SimulatedPair.request_notification
     monkeypatch.setattr(SimulatedPair, "request_notification", lambda pair: (asked.append(pair), request(pair))[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +11,7 @@ from runtime.memory.arena import Arena
 from runtime.testing import open_end
 from runtime.tests import contract
 from runtime.tests.test_contract import CHECKS
-from runtime.tests.verbs_simulation import PLACE, SimulatedDevice, objects
+from runtime.tests.verbs_simulation import PLACE, objects, simulate
 from runtime.transport.base import Options
 from runtime.transport.verbs import transport
 from runtime.transport.verbs.bootstrap import Address, machine_id
@@ -24,10 +23,7 @@ SINGLE = {label: check for label, check in CHECKS.items() if not any(word in lab
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = SimpleNamespace(name="simulated", open=lambda name: SimulatedDevice())
-    monkeypatch.setattr(transport, "load_binding", lambda name="auto": library)
-    monkeypatch.setattr(transport, "choose_place", lambda *_: PLACE)
-    monkeypatch.setattr(transport, "why_unavailable", lambda: None)
+    simulate(monkeypatch)
     monkeypatch.setattr(contract, "LARGEST", 16 << 20)
 
 

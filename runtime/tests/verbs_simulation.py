@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from runtime.errors import TransportError
-from runtime.transport.verbs import binding
+from runtime.transport.verbs import binding, transport
 from runtime.transport.verbs.binding import (
     RECV,
     RECV_IMM,
@@ -215,3 +217,11 @@ class SimulatedDevice(Device):
 def objects() -> tuple[int, int]:
     """Queue pairs and regions that exist."""
     return len(_pairs), len(_regions)
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the verbs transport find this device and no other."""
+    library = SimpleNamespace(name="simulated", open=lambda name: SimulatedDevice())
+    monkeypatch.setattr(transport, "load_binding", lambda name="auto": library)
+    monkeypatch.setattr(transport, "choose_place", lambda *_: PLACE)
+    monkeypatch.setattr(transport, "why_unavailable", lambda: None)
