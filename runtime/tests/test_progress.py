@@ -85,6 +85,20 @@ def test_an_answer_that_somebody_wants_to_be_called_for_rings(arms: list[Simulat
             assert np.array_equal(later.result(soon()), pattern(500, turn))
 
 
+def test_who_uses_a_link_for_a_moment_hides_nothing_that_came(arms: list[SimulatedPair], no_ticks: None) -> None:
+    """Its lock keeps others from looking; what rang meanwhile rings no second time."""
+    with pair("verbs") as (client, server):
+        came = threading.Event()
+        future = client.channel.fetch("key", deadline=soon())
+        future.add_done_callback(lambda _: came.set())
+        assert eventually(lambda: server.source.asked("key"))
+        with client.channel._lock:  # type: ignore[attr-defined]
+            server.source.put("key", pattern(1000))
+            assert not came.wait(0.05)  # longer than anybody spins
+        assert came.wait(20)
+        assert np.array_equal(future.result(soon()), pattern(1000))
+
+
 def test_an_end_that_fetches_and_serves_hears_both(arms: list[SimulatedPair], no_ticks: None) -> None:
     """What rings for one connection while a thread waits for the other must be heard by somebody."""
     with pair("verbs") as (one, other):

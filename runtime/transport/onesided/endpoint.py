@@ -35,7 +35,7 @@ Handler = Callable[[memoryview], "Action | None"]
 
 
 class Endpoint:
-    """What both ends share. ``progress`` may be called by any thread; at most one polls, others return at once."""
+    """What both ends share. ``progress`` may be called by any thread; at most one polls, others return at once or wait."""
 
     def __init__(self, transport: OneSidedTransport, link: Link, peer: str) -> None:
         self.transport = transport
@@ -74,10 +74,10 @@ class Endpoint:
 
     # Progress's side
 
-    def progress(self) -> bool:
+    def progress(self, wait: bool = False) -> bool:
         """Poll the link once and handle what came. True if anything did."""
         lock = self._lock
-        if not lock.acquire(False):
+        if not lock.acquire(wait):
             return False
         busy = False
         after: list[Action] | None = None

@@ -39,8 +39,10 @@ class Member(Protocol):
     peek: Callable[[], object]  # the link's; False: ``progress`` would find nothing
     disarm: Callable[[], None]  # the link's
 
-    def progress(self) -> bool:
-        """Poll once and handle what came; True if anything did. Never blocks, never raises."""
+    def progress(self, wait: bool = False) -> bool:
+        """Poll once and handle what came; True if anything did. Never raises.
+
+        Does nothing while another thread uses the link, unless ``wait``: then it lets that thread finish, which is soon."""
 
     def expects(self) -> bool:
         """Is something under way whose end somebody may wait for without polling? Takes no lock."""
@@ -74,6 +76,8 @@ class Progress:
         # role adds to it. They are armed when something is expected, or at the first tick within which nobody drove.
         self._unarmed: set[Member] = set()
         self._driven = False
+        # The background thread was woken, but somebody had the role, and had perhaps looked for the last time.
+        self._missed = False
         self._epoll = select.epoll()  # the background thread's: links once a shot, sockets, the wake-up
         self._doorbells = select.epoll()  # a waiting thread's: links
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -155,6 +159,10 @@ class Progress:
             quiet = members if own is None else (own,)
             for member in quiet:
                 member.disarm()
+            if self._missed:
+                self._missed = False  # first: it may be set again meanwhile
+                if _look(members):
+                    self._missed = True
             idle_ns = spin_end = 0
             idle = 0
             spinning = self._waiting
@@ -236,7 +244,7 @@ class Progress:
         self._asleep = True  # before the bells are armed: see ``_run``
         self._arm(self._members)
         for member in self._members:
-            if member.progress():
+            if member.progress(wait=True):
                 busy = True
         if not busy:
             events = self._doorbells.poll(min(seconds, _BLIND_TICK_S if self._blind else TICK_S))
@@ -280,7 +288,7 @@ class Progress:
         if self._rung:
             self._rearm()
         # What was there before the bell was armed does not ring it; and somebody may expect something since just now.
-        if more or (self._unarmed and self._expecting()):
+        if more or self._missed or (self._unarmed and self._expecting()):
             os.eventfd_write(self._wake, 1)
 
     def _expecting(self) -> tuple[Member, ...]:
@@ -299,45 +307,50 @@ class Progress:
                         self._epoll.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
                         if owner not in self._unarmed:
                             owner.link.arm()
-            if not self._role.acquire(False):
-                return  # whoever has it looks at everything
-            more = _look(self._members)
-            self._role.release()
-            if more:
+            more = True
+            if self._role.acquire(False):
+                more = _look(self._members)
+                self._role.release()
+            if more or self._missed:
                 os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         next_expiry = 0
         while not self._stopping:
             tick = (_BLIND_TICK_S if self._blind else TICK_S) if self._members else -1
-            rang = False
+            rang = woken = False
             for fd, _ in self._epoll.poll(tick):
                 handler = self._handlers.get(fd)
                 if handler is not None:
                     handler()
                 elif fd == self._wake:
                     os.eventfd_read(fd)
+                    woken = True
                 else:
                     owner = self._by_fd.get(fd)
-                    # Noted before the role is tried: if a waiting thread holds it, that thread arms the bell again.
-                    self._rung.add(fd)
                     if owner is not None:
                         owner.link.acknowledge()
                         rang = True
+                    # After that, because who reads it arms the bell; and before the role is tried, because who has it reads it.
+                    self._rung.add(fd)
             if rang and self._asleep:
                 os.eventfd_write(self._nudge, 1)
             if self._members:
-                self._turn(rang)
+                self._turn(rang, woken)
                 now = time.monotonic_ns()
                 if now >= next_expiry:
                     next_expiry = now + int(TICK_S * 1e9)
                     for member in self._members:
                         member.expire(now)
 
-    def _turn(self, rang: bool) -> None:
+    def _turn(self, rang: bool, woken: bool) -> None:
         """Serve while there is something to do and nobody else would; spin a little after the last thing."""
         if not self._role.acquire(False):
-            return
+            if not woken:
+                return
+            self._missed = True  # first, and then tried again: who has the role reads it after giving the role up
+            if not self._role.acquire(False):
+                return
         self._background = True
         quiet: tuple[Member, ...] = ()
         try:
@@ -346,10 +359,10 @@ class Progress:
                 self._serving.waited(time.monotonic_ns() - self._idle_ns)
             if self._unarmed:
                 self._arm(self._expecting() if self._driven else tuple(self._unarmed))
-            self._driven = False
+            self._driven = self._missed = False
             busy = rang
             for member in self._members:
-                if member.progress():
+                if member.progress(wait=True):
                     busy = True
             if not busy:
                 return
@@ -381,10 +394,13 @@ class Progress:
 
 
 def _look(members: tuple[Member, ...]) -> bool:
-    """Handle what is there, up to a bound that keeps a busy peer from holding this thread. True if there may be more."""
+    """Handle what is there, up to a bound that keeps a busy peer from holding this thread. True if there may be more.
+
+    Called after bells were armed. It waits for who uses a link just now: that one has sent something, perhaps, and found
+    the role taken; the answer may be there already, and would not ring."""
     for member in members:
         looks = _LAST_LOOKS
-        while member.peek() and member.progress():
+        while member.peek() and member.progress(wait=True):
             looks -= 1
             if not looks:
                 return True
