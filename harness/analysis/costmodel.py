@@ -1,6 +1,7 @@
 """The cost model: what a transfer costs on a transport, and from that what a training step costs.
 
-A transfer of n bytes takes ``alpha + n / beta`` seconds (Hockney 1994). Alpha and beta are fitted to ``transfer`` runs; the
+A transfer of n bytes takes ``alpha + n / beta`` seconds (Hockney 1994), and the bytes beyond the caches' reach may have a beta of
+their own. Alpha and beta are fitted to ``transfer`` runs; the
 operations' seconds come from a traced step. A step of a few workers is simulated (``simulation``); beyond that the
 asymptotic bounds of operational analysis hold (Denning and Buzen 1978): throughput is at most what the busiest resource
 serves, and at most what workers that never wait would do.
@@ -23,19 +24,26 @@ SIMULATED_WORKERS = 16
 STEPS_A_WORKER = 12
 # Between processes of one machine both ends of a stream work at once; pieces of this size let them.
 PIECE_BYTES = 4 << 20
+# A fit of one alpha and one beta that is off by more somewhere may bend.
+BENT = 0.15
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFit:
-    """``alpha`` in seconds, ``beta`` in bytes a second; ``worst`` the largest relative error over the fitted sizes."""
+    """``alpha`` in seconds, ``beta`` in bytes a second; ``worst`` the largest relative error over the fitted sizes.
+
+    What lies beyond ``knee`` bytes goes at ``far_beta``: a copy is slower once it does not fit into the caches.
+    """
 
     alpha: float
     beta: float
     worst: float
     sizes: int
+    knee: float = float("inf")
+    far_beta: float = float("inf")
 
     def seconds(self, nbytes: float) -> float:
-        return self.alpha + nbytes / self.beta
+        return self.alpha + min(nbytes, self.knee) / self.beta + max(0.0, nbytes - self.knee) / self.far_beta
 
     def half_bandwidth_bytes(self) -> float:
         """The size at which half of beta is reached (Hockney's n-half)."""
@@ -45,30 +53,47 @@ class TransferFit:
 def fit_transfer(nbytes: Sequence[int], seconds: Sequence[float]) -> TransferFit:
     """Fit alpha and beta to medians of one transport, one entry a size.
 
-    Relative errors count, so that 8 bytes weigh as much as 256 MiB. ValueError with fewer than two sizes.
+    Relative errors count, so that 8 bytes weigh as much as 256 MiB. Where one line leaves an error above BENT, and a line
+    that bends at one of the sizes at most half of it, the bent one is taken. ValueError with fewer than two sizes.
     """
     sizes, times = np.asarray(nbytes, float), np.asarray(seconds, float)
-    if len(np.unique(sizes)) < 2 or len(sizes) != len(times) or (times <= 0).any():
+    distinct = np.unique(sizes)
+    if len(distinct) < 2 or len(sizes) != len(times) or (times <= 0).any():
         raise ValueError("a fit of alpha and beta needs positive times of at least two sizes")
+    straight = _fit(sizes, times, float("inf"))
+    if straight.worst <= BENT or len(distinct) < 4:
+        return straight
+    bent = min((_fit(sizes, times, float(knee)) for knee in distinct[1:-1]), key=lambda fit: fit.worst)
+    return bent if bent.worst <= straight.worst / 2 else straight
+
+
+def _fit(sizes: np.ndarray, times: np.ndarray, knee: float) -> TransferFit:
     # Least squares on (alpha + n * gamma) / t = 1, kept non-negative: a negative latency would be an artefact.
-    columns = np.stack([1 / times, sizes / times], axis=1)
+    parts = [np.ones(len(sizes)), np.minimum(sizes, knee)]
+    if np.isfinite(knee):
+        parts.append(np.maximum(0.0, sizes - knee))
+    columns = np.stack(parts, axis=1) / times[:, None]
     scale = columns.max(axis=0)
     from scipy.optimize import nnls
 
     solution = nnls(columns / scale, np.ones(len(times)))[0] / scale
-    alpha, gamma = float(solution[0]), float(solution[1])
-    predicted = alpha + gamma * sizes
-    beta = 1 / gamma if gamma > 0 else float("inf")
-    return TransferFit(alpha, beta, float(np.abs(predicted / times - 1).max()), len(sizes))
+    worst = float(np.abs(columns @ solution - 1).max())
+    betas = [1 / float(gamma) if gamma > 0 else float("inf") for gamma in solution[1:]]
+    return TransferFit(float(solution[0]), betas[0], worst, len(sizes), knee, betas[-1])
 
 
 def crossover_bytes(first: TransferFit, second: TransferFit) -> float | None:
-    """The size at which the two cost the same; None if one is faster at every size."""
-    slope = 1 / first.beta - 1 / second.beta
-    if slope == 0:
-        return None
-    size = (second.alpha - first.alpha) / slope
-    return size if size > 0 else None
+    """The smallest size at which the two cost the same; None if one is faster at every size."""
+    ends = [0.0, *sorted(fit.knee for fit in (first, second) if np.isfinite(fit.knee))]
+    for begin, end in zip(ends, [*ends[1:], float("inf")], strict=True):
+        # Both are straight in between, so two sizes tell where they meet.
+        ahead = first.seconds(begin) - second.seconds(begin)
+        probe = end if np.isfinite(end) else begin + 1e9
+        slope = (first.seconds(probe) - second.seconds(probe) - ahead) / (probe - begin)
+        size = begin - ahead / slope if slope else -1.0
+        if size > 0 and begin <= size <= end:
+            return float(size)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +125,8 @@ def one_machine(fit: TransferFit, processor: TransferFit | None = None) -> Netwo
     Without it the transfer is one copy by the thread that sends.
     """
     if processor is None:
-        return Network(float("inf"), message_seconds=fit.alpha, byte_seconds=1 / fit.beta, inline=True)
-    return Network(float("inf"), message_seconds=processor.alpha, byte_seconds=1 / processor.beta)
+        return Network(float("inf"), handling=fit.seconds, inline=True)
+    return Network(float("inf"), handling=processor.seconds)
 
 
 def between_machines(fit: TransferFit) -> Network:
@@ -175,8 +200,7 @@ def bounds(workload: Workload, network: Network, workers: int, servers: int = 1)
     Servers hold equal shares of the bytes; a link carries the weights one way and the gradients the other. Contention is
     left out: it was fitted for a handful of workers, and an upper bound holds without it.
     """
-    tensors = len(workload.layers)
-    handling = 2 * (workload.nbytes * network.byte_seconds + tensors * network.message_seconds)
+    handling = 2 * sum(network.handling(layer.nbytes) for layer in workload.layers)
     link = network.bandwidth / workload.nbytes
     apply = workload.apply_seconds_per_byte * workload.nbytes
     alone = workload.compute_seconds + 2 * handling

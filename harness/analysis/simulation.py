@@ -25,14 +25,13 @@ from functools import partial
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """One kind of link. ``latency`` is added to each transfer once; ``message_seconds`` is processor time that each transfer
-    takes at the sending *and* at the receiving host (syscalls, copies, completion handling), ``byte_seconds`` the same a byte.
-    ``inline``: the thread that sends spends both by itself, and the receiver nothing (a copy into mapped memory)."""
+    """One kind of link. ``latency`` is added to each transfer once; ``handling`` is the processor time by bytes that each transfer
+    takes at the sending *and* at the receiving host (syscalls, copies, completion handling).
+    ``inline``: the thread that sends spends it by itself, and the receiver nothing (a copy into mapped memory)."""
 
     bandwidth: float
     latency: float = 0.0
-    message_seconds: float = 0.0
-    byte_seconds: float = 0.0
+    handling: Callable[[int], float] = lambda nbytes: 0.0
     contention: float = 0.0
     inline: bool = False
 
@@ -215,7 +214,7 @@ class _Simulation:
         if isinstance(item, Operation):
             self._compute(item.host, item.seconds * instance.scale, lambda: self._done(instance, index))
             return
-        overhead = self.network.message_seconds + self.network.byte_seconds * item.nbytes
+        overhead = self.network.handling(item.nbytes)
         channel = (item.src, item.dst)
 
         def enqueue() -> None:
@@ -297,7 +296,7 @@ class _Simulation:
         self.hosts[dst].receiving.discard(flow.channel)
         self._start_flow(flow.channel)
         self._share(self.hosts[src], self.hosts[dst])
-        overhead = self.network.message_seconds + self.network.byte_seconds * item.nbytes
+        overhead = self.network.handling(item.nbytes)
 
         def arrived() -> None:
             if overhead and not self.network.inline:

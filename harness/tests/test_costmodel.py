@@ -29,6 +29,23 @@ def test_fit_recovers_alpha_and_beta_through_noise():
     assert fit.worst < 0.1
 
 
+def test_fit_bends_where_the_caches_end():
+    knee = 1 << 20
+    bent = [20e-6 + min(size, knee) / 9e9 + max(0, size - knee) / 4e9 for size in (*SIZES, 1 << 24)]
+    fit = fit_transfer([*SIZES, 1 << 24], bent)
+    assert (fit.knee, fit.worst) == (knee, pytest.approx(0, abs=1e-6))
+    assert fit.far_beta == pytest.approx(4e9)
+    assert fit.seconds(1 << 27) == pytest.approx(20e-6 + knee / 9e9 + ((1 << 27) - knee) / 4e9)
+
+
+def test_crossover_may_lie_beyond_the_knee():
+    steady, copy = TransferFit(100e-6, 5e9, 0, 5), TransferFit(1e-6, 9e9, 0, 5, 1 << 20, 4e9)
+    size = crossover_bytes(copy, steady)
+    assert size is not None
+    assert size > 1 << 20
+    assert copy.seconds(size) == pytest.approx(steady.seconds(size))
+
+
 def test_fit_never_gives_a_negative_latency():
     fit = fit_transfer([1000, 2000, 3000], [1.0, 2.1, 3.3])
     assert fit.alpha == 0.0

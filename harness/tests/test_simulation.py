@@ -45,7 +45,7 @@ def test_contention_slows_the_link_as_a_whole():
 
 def test_latency_and_message_cost_count_once_a_transfer_and_end():
     step = [Transfer("a", "b", 100), Transfer("a", "b", 100, after=(0,))]
-    network = Network(bandwidth=100.0, latency=0.25, message_seconds=0.5)
+    network = Network(bandwidth=100.0, latency=0.25, handling=lambda nbytes: 0.5)
     assert simulate([step], network, 1).seconds == pytest.approx(2 * (0.5 + 1.0 + 0.25 + 0.5))
 
 

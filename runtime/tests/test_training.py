@@ -226,6 +226,7 @@ def test_local_update_schemes_train_the_servers_variables(kind: str) -> None:
             with Session(graph, workers[number]) as session, Session(graph, workers[number]) as updates:
                 session.run(scheme.pull)
                 np.testing.assert_array_equal(session.run("weights"), session.run("server/weights"))
+                everybody.wait(60)  # nobody trains before all have looked
                 barrier = scheme.synchronous
 
                 def update() -> None:
