@@ -118,15 +118,16 @@ class Workload:
 
 
 def one_machine(fit: TransferFit, processor: TransferFit | None = None) -> Network:
-    """The network between processes of one machine, where moving a byte is work of a core and there is no wire: use with
-    ``cores``. ``fit`` is of a transfer with both ends on the machine.
+    """The network between processes of one machine, where moving a byte is work of a core: use with ``cores``. ``fit`` is of a
+    transfer with both ends on the machine.
 
-    ``processor`` is of the processor time that each end spends on it, where both ends work at the same time (a socket).
-    Without it the transfer is one copy by the thread that sends.
+    ``processor`` is of the processor time that each end spends on it, where both ends work at the same time (a socket): the
+    stream between them passes bytes no faster than it was measured to, though neither end is busy all the while. Without it the
+    transfer is one copy by the thread that sends.
     """
     if processor is None:
         return Network(float("inf"), handling=fit.seconds, inline=True)
-    return Network(float("inf"), handling=processor.seconds)
+    return Network(fit.beta, handling=processor.seconds)
 
 
 def between_machines(fit: TransferFit) -> Network:

@@ -18,8 +18,7 @@ from runtime.graph.graph import Graph, Node, Output
 from runtime.memory.arena import ALIGNMENT, Arena
 from runtime.models import catalog
 from runtime.models.model import Model
-from runtime.training import schemes
-from runtime.training.optimizers import optimizer
+from runtime.training.optimizers import compute_gradients, optimizer
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class AloneParams:
 class AloneState:
     engine: LocalEngine
     model: Model
-    train: Node
+    targets: list[Node]
     feeds: dict[Output, Any]
     arena: Arena
 
@@ -63,11 +62,14 @@ class Alone(Benchmark):
         graph = Graph()
         with graph.as_default():
             model = catalog.build(p.model, p.batch)
-            scheme = schemes.asynchronous(model.loss, optimizer(p.optimizer, 1e-3), model.parameters)
+            pairs = compute_gradients(model.loss, model.parameters)
+            train = optimizer(p.optimizer, 1e-3).apply_gradients(pairs)
         arena = Arena(model.parameter_bytes + (len(model.parameters) + 64) * ALIGNMENT * 8, shared=p.shared)
         arena.touch()
         engine = LocalEngine(graph, resources=Resources(arena), threads=p.threads, tracer=ctx.tracer)
-        return AloneState(engine, model, scheme.train, random_feeds(model, ctx.rank), arena)
+        # Gradients are asked for too: otherwise the largest would be applied while they are made, which one that travels is not.
+        targets = [train, *(gradient.node for _, gradient in pairs)]
+        return AloneState(engine, model, targets, random_feeds(model, ctx.rank), arena)
 
     def verify(self, ctx: RankContext, state: AloneState) -> None:
         """The loss is a number before and after a step."""
@@ -78,7 +80,7 @@ class Alone(Benchmark):
             self.once(ctx, state)
 
     def once(self, ctx: RankContext, state: AloneState) -> int:
-        state.engine.run([state.train], state.feeds, ctx.deadline)
+        state.engine.run(state.targets, state.feeds, ctx.deadline)
         return 0
 
     def teardown(self, ctx: RankContext, state: AloneState) -> None:

@@ -2,7 +2,7 @@
 
 *ask*: the peer's requests come in, and each is answered on the same stream at once: by the tensor if it is there and fits
 into one message, by its error, or by LATER. The handler's own thread does it, so a small fetch costs no hand-over between
-threads. *bulk*: long tensors in chunks, taken in turn, and tensors that were produced after they were asked for. HTTP/2
+threads. *bulk*: long tensors in chunks, in the order in which they were there, and tensors that were produced after they were asked for. HTTP/2
 interleaves the two streams, so a small tensor never waits behind a long one.
 """
 
@@ -188,7 +188,8 @@ class Session:
                 return None
             if self._texts:
                 return self._texts.popleft()
-            # Short ones first, but every second turn belongs to the long ones, each of them in turn.
+            # Short ones first, but every second turn belongs to the long ones, one after another: in turn, all of a step's
+            # weights would arrive with the last.
             queue = self._short if self._short and (self._short_turn or not self._long) else self._long
             self._short_turn = queue is self._long
             outgoing = self._cutting = queue.popleft()
@@ -196,7 +197,7 @@ class Session:
         with self.guard:
             self._cutting = None
             if outgoing.offset < outgoing.spec.nbytes and not (self._ended or outgoing.dropped):
-                self._long.append(outgoing)
+                self._long.appendleft(outgoing)
                 return message
         outgoing.lease.release()
         return message
