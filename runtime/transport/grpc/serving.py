@@ -2,8 +2,8 @@
 
 *ask*: the peer's requests come in, and each is answered on the same stream at once: by the tensor if it is there and fits
 into one message, by its error, or by LATER. The handler's own thread does it, so a small fetch costs no hand-over between
-threads. *bulk*: long tensors in chunks, in the order in which they were there, and tensors that were produced after they were asked for. HTTP/2
-interleaves the two streams, so a small tensor never waits behind a long one.
+threads. *bulk*: long tensors in chunks, one after another, and tensors that were produced after they were asked for; the small
+ones among these overtake. HTTP/2 interleaves the two streams, so a small tensor never waits behind a long one.
 """
 
 from __future__ import annotations
