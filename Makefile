@@ -47,7 +47,7 @@ notebook: venv ## the notebooks, in JupyterLab
 ci-rxe: setup ## RDMA against TCP on soft-RoCE, quickly, its ratios checked against bands
 	@$(PYTHON) -m harness.cli run alexnet_rdma --profile quick --check
 
-instrument: venv ## does the harness see differences that are there, and none that are not? (half an hour)
+instrument: venv ## does the harness see differences that are there, and none that are not? (5 to 30 minutes)
 	@$(PYTHON) -m harness.analysis.instrument
 
 peers: venv ## a second environment with PyTorch and TensorFlow, for the benchmarks beside them

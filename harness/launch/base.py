@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import select
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -185,7 +186,7 @@ class Launcher(ABC):
         """The ranks of a job. Pure."""
         environment = {**job.environment, "VERBFLOW_PARENT_DEATH": "0" if self.spread else "1"}
         return [
-            RankSpec(rank, job.size, job.folder, self.host(rank), environment, self._cpus(rank))
+            RankSpec(rank, job.size, job.folder, self.host(rank), environment, self._cpus(rank, job.size))
             for rank in range(job.size)
         ]
 
@@ -238,10 +239,35 @@ class Launcher(ABC):
     def collect(self, job: JobSpec) -> None:  # noqa: B027  most ranks write into the common folder by themselves
         """After the ranks have ended: bring their records into the job's folder."""
 
-    def _cpus(self, rank: int) -> tuple[int, ...]:
-        """``cpus`` = [[0], [1]] pins rank 0 to CPU 0 and rank 1 to CPU 1, and begins anew after the last."""
+    def _cpus(self, rank: int, size: int) -> tuple[int, ...]:
+        """``cpus`` = [[0], [1]] pins rank 0 to CPU 0 and rank 1 to CPU 1, and begins anew after the last; "split" gives each
+        rank of a host an equal part."""
         sets = self.settings.get("cpus") or ()
+        if isinstance(sets, str):
+            if sets != "split":
+                raise ConfigError(f'cpus = {sets!r} is neither "split" nor a list of lists of processors')
+            sets = split_cpus(by_core(os.sched_getaffinity(0)), size)
         return tuple(sets[rank % len(sets)]) if sets else ()
+
+
+def by_core(cpus: Iterable[int]) -> list[int]:
+    """Processors in an order in which the threads of a core are neighbours."""
+
+    def core(cpu: int) -> tuple[int, int]:
+        try:
+            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+            return int(re.split("[,-]", siblings)[0]), cpu
+        except (OSError, ValueError):
+            return cpu, cpu
+
+    return sorted(cpus, key=core)
+
+
+def split_cpus(cpus: Sequence[int], ranks: int) -> list[Sequence[int]]:
+    """An equal part of ``cpus`` for each rank; none, where there are fewer processors than ranks or only one rank: any processor
+    is as good then."""
+    share = len(cpus) // ranks
+    return [cpus[share * rank : share * (rank + 1)] for rank in range(ranks)] if ranks > 1 and share else []
 
 
 def pinned(rank: RankSpec, command: list[str]) -> list[str]:

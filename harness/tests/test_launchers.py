@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -5,7 +6,7 @@ import pytest
 
 from harness import runner
 from harness.cell import Cell, Measure, schedule
-from harness.launch.base import RankSpec, known_launchers, launcher
+from harness.launch.base import JobSpec, RankSpec, by_core, known_launchers, launcher, split_cpus
 from harness.launch.slurm import SlurmLauncher
 from runtime.errors import ConfigError
 
@@ -19,6 +20,19 @@ def spec(**changes):
 def test_local_starts_the_rank_itself_and_pins_it_where_told():
     assert launcher("local").command(spec()) == PROGRAM
     assert launcher("local").command(spec(cpus=(0, 2))) == ["taskset", "--cpu-list", "0,2", *PROGRAM]
+
+
+def test_ranks_split_the_processors_where_there_are_enough():
+    assert split_cpus([0, 4, 1, 5, 2], 2) == [[0, 4], [1, 5]]
+    assert split_cpus([0, 1], 3) == split_cpus([0, 1], 1) == []
+    assert sorted(by_core({3, 1})) == [1, 3]
+    job = JobSpec(Cell("", "transfer", {}), 2, Path("/x"), Path("/x"))
+    parts = [rank.cpus for rank in launcher("local", {"cpus": "split"}).specs(job)]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert len(parts[0]) == len(parts[1]) > 0
+        assert not set(parts[0]) & set(parts[1])
+    with pytest.raises(ConfigError, match='neither "split" nor a list'):
+        launcher("local", {"cpus": "all"}).specs(job)
 
 
 def test_mpi_starts_one_rank_at_its_host_and_passes_the_token_by_name_only():
