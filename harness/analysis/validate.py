@@ -1,14 +1,14 @@
 """Validate: the cost model against steps that were measured on the same machine.
 
-The model is fitted to parts only: alpha and beta of each transport from ``transfer`` runs, the operations of a step from traces
-of processes that train alone (as many at once as there are cores, for they share caches and memory). It then predicts
-distributed steps, which set none of its parameters.
+The model is fitted to parts only: alpha and beta of each transport from ``transfer`` runs, what a byte costs where a process
+trains beside, and the operations of a step from traces of processes that train alone (as many at once as there are cores, for
+they share caches and memory). It then predicts distributed steps, which set none of its parameters.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -23,6 +23,7 @@ MARGIN = 0.15
 # A sender copies by itself, into memory that the receiver shares.
 _COPIED = ("shm",)
 _GRADIENTS = "gradients/"
+NOBODY = "none"  # beside a process that trains alone
 _COLUMNS = ["model", "transport", "workers", "measured", "predicted", "error", "bottleneck"]
 
 
@@ -45,23 +46,53 @@ def fits(results: store.Results) -> dict[str, TransferFit]:
 
 
 def processor_fits(results: store.Results) -> dict[str, TransferFit]:
-    """The same for the processor time of an end, the mean of both, from the transfers' counters."""
+    """The same for the processor time of an end, the mean of both, from the transfers' counters. Where a transport was also
+    measured beside a process that trains, beta is that of the busy machine."""
     runs = results.runs[(results.runs["bench"] == "transfer") & (results.runs["status"] == "ok")]
     spent = results.counters[results.counters["name"].isin(["cpu.user", "cpu.system"])]
     spent = (spent["after"] - spent["before"]).groupby(spent["run_id"]).sum().rename("spent").reset_index()
     both = runs.merge(spent, on="run_id")
     both["seconds"] = both["spent"] * 1e-9 / both["iterations"] / 2
+    busy = _busy_betas(results)
     found = {}
     for transport, own in both.groupby("transport"):
         medians = own.groupby("nbytes")["seconds"].median()
-        found[str(transport)] = fit_transfer([int(size) for size in medians.index], medians.tolist())
+        fit = fit_transfer([int(size) for size in medians.index], medians.tolist())
+        if transport in busy:
+            fit = replace(fit, beta=busy[str(transport)], far_beta=busy[str(transport)])
+        found[str(transport)] = fit
     return found
+
+
+def _busy_betas(results: store.Results) -> dict[str, float]:
+    """Bytes that an end handles in a second of its processor's time, the mean of both, beside a process that trains."""
+    runs = _alone(results)
+    runs = runs[runs["beside"] != NOBODY]
+    if runs.empty:
+        return {}
+    counters = results.counters.merge(runs[["run_id", "beside", "processes"]], on="run_id")
+    counters = counters[counters["rank"] >= counters["processes"]]  # the two that exchange tensors
+    passed = counters.assign(passed=(counters["after"] - counters["before"]).astype(float))
+    by_name = passed.pivot_table(index=["beside", "run_id"], columns="name", values="passed", aggfunc="sum")
+    if not {"cpu.user", "cpu.system", "transport.bytes_in"} <= set(by_name):
+        return {}
+    seconds = (by_name["cpu.user"] + by_name["cpu.system"]) * 1e-9 / 2
+    betas = (by_name["transport.bytes_in"] / seconds).groupby("beside").median()
+    return {str(transport): float(beta) for transport, beta in betas.items()}
+
+
+def _alone(results: store.Results) -> pd.DataFrame:
+    """Runs of ``alone`` that ended well. Those of an older harness had nobody beside them."""
+    runs = results.runs[(results.runs["bench"] == "alone") & (results.runs["status"] == "ok")]
+    beside = runs["beside"].fillna(NOBODY) if "beside" in runs else NOBODY
+    return runs.assign(beside=beside)
 
 
 def step_costs(results: store.Results) -> dict[bool, StepCost]:
     """Median cost of a step by whether the variables lie in memory that peers can map, from traces of processes that train
     alone, as many at once as there are cores."""
-    runs = results.runs[(results.runs["bench"] == "alone") & (results.runs["status"] == "ok")]
+    runs = _alone(results)
+    runs = runs[runs["beside"] == NOBODY]
     if runs.empty:
         return {}
     spans = results.spans.merge(runs[["run_id", "shared"]], on="run_id")

@@ -33,6 +33,8 @@ def measure(tmp_path, bench, **params):
         ("overhead", {"ops": 10}, [0]),
         ("nullstep", {"transport": "shm", "access": "scalar", "workers": 2}, [1, 2]),
         ("nullstep", {"transport": "grpc", "nbytes": 1 << 20, "tensors": 3, "servers": 2}, [2]),
+        ("alone", {"model": "mlp_digits", "batch": 4, "processes": 2}, [0, 1]),
+        ("alone", {"model": "mlp_digits", "batch": 4, "beside": "shm", "nbytes": 70_000}, [0]),
         ("training", {"transport": "grpc", "model": "mlp_digits", **SMALL}, [1]),
         (
             "training",

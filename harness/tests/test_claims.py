@@ -57,6 +57,14 @@ def test_rows_of_another_fidelity_do_not_judge():
     assert "loopback" in judgement.reason
 
 
+def test_what_is_compared_with_may_be_of_another_fidelity_where_the_claim_says_so():
+    tables = points(("a", 1, "soft-roce", 2.0), ("b", 1, "loopback", 1.0))
+    ways = ("hardware", "soft-roce")
+    assert judge(claim(ways=ways), tables).verdict == UNDETERMINED
+    judgement = judge(claim(ways=ways, mixed=True), tables)
+    assert (judgement.verdict, judgement.way, judgement.value) == (REPRODUCED, "soft-roce", 2.0)
+
+
 def test_gaps_in_a_column_select_nothing():
     tables = points(("a", 1, "hardware", 2.0), ("b", 1, "hardware", 1.0), ("a", None, "hardware", 9.0))
     tables["points"]["workers"] = tables["points"]["workers"].astype("Int64")

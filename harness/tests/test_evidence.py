@@ -190,6 +190,19 @@ def test_parts_are_fitted_and_steps_predicted(printed):
     assert validate.validate(None).empty
 
 
+def test_a_byte_costs_what_it_costs_a_busy_machine(printed):
+    results = validation_runs(500_000_000)
+    busy = results.runs[results.runs.run_id == "alone"].assign(run_id="busy", beside="shm", processes=1)
+    results.runs = pd.concat([results.runs, busy], ignore_index=True)
+    passed = [(0, "cpu.user", 9e9), (1, "cpu.user", 3e8), (1, "transport.bytes_in", 1e9), (2, "cpu.system", 1e8)]
+    counters = [("busy", rank, name, 0, value) for rank, name, value in passed]
+    results.counters = pd.concat([results.counters, pd.DataFrame(counters, columns=results.counters.columns)])
+    spent = validate.processor_fits(results)["shm"]
+    assert (spent.alpha, spent.beta) == (pytest.approx(5e-5, rel=0.01), pytest.approx(5e9))
+    # What trains beside is slower and says nothing of a step alone.
+    assert validate.step_costs(results)[True].forward == pytest.approx(0.1)
+
+
 def test_scaling_says_where_bottlenecks_begin():
     from harness.paper import scaling
 
