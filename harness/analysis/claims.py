@@ -112,7 +112,10 @@ def judge(claim: Claim, tables: Mapping[str, pd.DataFrame]) -> Judgement:
         return Judgement(claim, UNDETERMINED, "no rows: the runs that it needs have not been made")
     for way in claim.ways:
         # TCP beside RDMA on one host is that host's loopback, whatever RDMA runs on.
-        pairs = [(of[of.way == way], over if claim.mixed else over[over.way == way]) for of, over in cells]
+        pairs = [
+            (of[of.way == way], over[over.way != "printed"] if claim.mixed else over[over.way == way])
+            for of, over in cells
+        ]
         if all(len(of) and len(over) for of, over in pairs):
             return _judge_pairs(claim, way, pairs)
     seen = sorted(

@@ -45,6 +45,11 @@ class TransferFit:
     def seconds(self, nbytes: float) -> float:
         return self.alpha + min(nbytes, self.knee) / self.beta + max(0.0, nbytes - self.knee) / self.far_beta
 
+    @property
+    def slowest(self) -> float:
+        """Bytes a second of a tensor that is long beside both alpha and the caches."""
+        return min(self.beta, self.far_beta)
+
     def half_bandwidth_bytes(self) -> float:
         """The size at which half of beta is reached (Hockney's n-half)."""
         return self.alpha * self.beta
@@ -84,7 +89,7 @@ def _fit(sizes: np.ndarray, times: np.ndarray, knee: float) -> TransferFit:
 
 def crossover_bytes(first: TransferFit, second: TransferFit) -> float | None:
     """The smallest size at which the two cost the same; None if one is faster at every size."""
-    ends = [0.0, *sorted(fit.knee for fit in (first, second) if np.isfinite(fit.knee))]
+    ends = [0.0, *sorted({fit.knee for fit in (first, second) if np.isfinite(fit.knee)})]
     for begin, end in zip(ends, [*ends[1:], float("inf")], strict=True):
         # Both are straight in between, so two sizes tell where they meet.
         ahead = first.seconds(begin) - second.seconds(begin)
@@ -127,12 +132,12 @@ def one_machine(fit: TransferFit, processor: TransferFit | None = None) -> Netwo
     """
     if processor is None:
         return Network(float("inf"), handling=fit.seconds, inline=True)
-    return Network(fit.beta, handling=processor.seconds)
+    return Network(fit.slowest, handling=processor.seconds)
 
 
 def between_machines(fit: TransferFit) -> Network:
     """The network between hosts that ``fit`` was measured on."""
-    return Network(bandwidth=fit.beta, latency=fit.alpha)
+    return Network(bandwidth=fit.slowest, latency=fit.alpha)
 
 
 @dataclass(frozen=True, slots=True)

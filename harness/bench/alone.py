@@ -23,7 +23,6 @@ from harness.bench.base import (
     pattern,
 )
 from harness.bench.fetching import Served, arena_bytes
-from runtime.errors import VerbflowError
 from runtime.execution.local import LocalEngine
 from runtime.execution.resources import Resources
 from runtime.graph.graph import Graph, Node, Output
@@ -61,7 +60,7 @@ class Exchange:
     channel: Channel | None
     into: np.ndarray
     thread: threading.Thread | None = None
-    error: VerbflowError | None = None
+    error: Exception | None = None
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def fetch(self, ctx: RankContext) -> None:
@@ -73,7 +72,7 @@ class Exchange:
         try:
             while not self.stopping.is_set():
                 self.fetch(ctx)
-        except VerbflowError as error:
+        except Exception as error:  # of whatever kind: without traffic the measurement is worth nothing
             if not self.stopping.is_set():
                 self.error = error
 

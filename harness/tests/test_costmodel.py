@@ -44,6 +44,10 @@ def test_crossover_may_lie_beyond_the_knee():
     assert size is not None
     assert size > 1 << 20
     assert copy.seconds(size) == pytest.approx(steady.seconds(size))
+    slower = TransferFit(50e-6, 8e9, 0, 5, 1 << 20, 6e9)
+    beyond = crossover_bytes(copy, slower)
+    assert beyond is not None
+    assert copy.seconds(beyond) == pytest.approx(slower.seconds(beyond))
 
 
 def test_fit_never_gives_a_negative_latency():

@@ -129,7 +129,7 @@ class Endpoint:
 
     def lost(self, error: BaseException) -> None:
         """The peer is gone for good: take what it still delivered, fail the rest, let go of quarantined memory."""
-        while self.progress():
+        while self.progress(wait=True):
             pass
         with self._lock:
             self._fail(error)

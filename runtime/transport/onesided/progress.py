@@ -42,7 +42,7 @@ class Member(Protocol):
     def progress(self, wait: bool = False) -> bool:
         """Poll once and handle what came; True if anything did. Never raises.
 
-        Does nothing while another thread uses the link, unless ``wait``: then it lets that thread finish, which is soon."""
+        Does nothing while another thread uses the link, unless ``wait``: then it lets that thread finish, a copy at most."""
 
     def expects(self) -> bool:
         """Is something under way whose end somebody may wait for without polling? Takes no lock."""
@@ -159,10 +159,6 @@ class Progress:
             quiet = members if own is None else (own,)
             for member in quiet:
                 member.disarm()
-            if self._missed:
-                self._missed = False  # first: it may be set again meanwhile
-                if _look(members):
-                    self._missed = True
             idle_ns = spin_end = 0
             idle = 0
             spinning = self._waiting
@@ -200,8 +196,8 @@ class Progress:
 
     def attend(self, member: Member) -> None:
         """Something is expected of ``member`` now, and perhaps nobody will poll: let its bell ring. Any thread."""
-        if member in self._unarmed and not self._stopping:
-            os.eventfd_write(self._wake, 1)
+        if member in self._unarmed:
+            self._wake_up()
 
     def close(self) -> None:
         """Stop the background thread and close the descriptors. All members must have been removed."""
@@ -223,8 +219,12 @@ class Progress:
         if self._thread is None and not self._stopping:
             self._thread = threading.Thread(target=self._run, name=f"verbflow-{self._name}-progress", daemon=True)
             self._thread.start()
-        else:
-            os.eventfd_write(self._wake, 1)  # the tick of its next sleep may differ
+        # The tick of its next sleep may differ, and what came before a bell was armed did not ring.
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if not self._stopping:
+            os.eventfd_write(self._wake, 1)
 
     def _forget(self, fd: int) -> None:
         if self._handlers.pop(fd, None) is not None:
@@ -271,9 +271,10 @@ class Progress:
         return True
 
     def _arm(self, members: tuple[Member, ...]) -> None:
+        # Taken off the list first: one that rings as soon as it is armed may be put there again. All look afterwards.
+        self._unarmed.difference_update(members)
         for member in members:
             member.link.arm()
-        self._unarmed.difference_update(members)
 
     def _leave(self, quiet: tuple[Member, ...]) -> None:
         """Let those ring again that were kept from it, look at them once more, and give the role up."""
@@ -282,6 +283,9 @@ class Progress:
             if self._unarmed:
                 quiet += self._expecting()
             self._arm(quiet)
+            if self._missed:
+                self._missed = False  # first: it may be set again meanwhile
+                quiet = self._members
             more = _look(quiet)
         finally:
             self._role.release()
@@ -289,7 +293,7 @@ class Progress:
             self._rearm()
         # What was there before the bell was armed does not ring it; and somebody may expect something since just now.
         if more or self._missed or (self._unarmed and self._expecting()):
-            os.eventfd_write(self._wake, 1)
+            self._wake_up()
 
     def _expecting(self) -> tuple[Member, ...]:
         """Those whose bell may be silent and should not be."""
@@ -312,7 +316,7 @@ class Progress:
                 more = _look(self._members)
                 self._role.release()
             if more or self._missed:
-                os.eventfd_write(self._wake, 1)
+                self._wake_up()
 
     def _run(self) -> None:
         next_expiry = 0
