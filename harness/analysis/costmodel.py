@@ -1,10 +1,9 @@
 """The cost model: what a transfer costs on a transport, and from that what a training step costs.
 
 A transfer of n bytes takes ``alpha + n / beta`` seconds (Hockney 1994), and the bytes beyond the caches' reach may have a beta of
-their own. Alpha and beta are fitted to ``transfer`` runs; the
-operations' seconds come from a traced step. A step of a few workers is simulated (``simulation``); beyond that the
-asymptotic bounds of operational analysis hold (Denning and Buzen 1978): throughput is at most what the busiest resource
-serves, and at most what workers that never wait would do.
+their own. Alpha and beta are fitted to ``transfer`` runs; the operations' seconds come from a traced step. A step of a few
+workers is simulated (``simulation``); beyond that the asymptotic bounds of operational analysis hold (Denning and Buzen 1978):
+throughput is at most what the busiest resource serves, and at most what workers that never wait would do.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ def runs_table(results: Sequence[store.Results]) -> pd.DataFrame:
 
 def cores(counters: pd.DataFrame) -> pd.DataFrame:
     """How many processors a trial's processes kept busy while it was timed, together: ``run_id``, ``cores``."""
-    passed = counters.assign(passed=(counters["after"] - counters["before"]).astype(float))
-    by_name = passed.pivot_table(index=["run_id", "rank"], columns="name", values="passed")
+    by_name = frames.passed(counters)
     if not {"cpu.user", "cpu.system", "clock.monotonic"} <= set(by_name):
         return pd.DataFrame({"run_id": pd.Series(dtype=str), "cores": pd.Series(dtype=float)})
     share = (by_name["cpu.user"] + by_name["cpu.system"]) / by_name["clock.monotonic"]

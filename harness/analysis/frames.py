@@ -73,6 +73,12 @@ def trial_samples(results: store.Results) -> dict[str, np.ndarray]:
     return {str(run_id): group.to_numpy() for run_id, group in samples.groupby("run_id", observed=True)["elapsed_ns"]}
 
 
+def passed(counters: pd.DataFrame) -> pd.DataFrame:
+    """By how much each counter rose while a rank was timed: one row a ``run_id`` and ``rank`` (the index), one column a counter."""
+    rose = counters.assign(rose=(counters["after"] - counters["before"]).astype(float))
+    return rose.pivot_table(index=["run_id", "rank"], columns="name", values="rose")
+
+
 def cells(results: store.Results) -> pd.DataFrame:
     """One row a cell and fidelity: its parameters, and the median over its rounds with a 95 % interval.
 

@@ -49,8 +49,7 @@ def processor_fits(results: store.Results) -> dict[str, TransferFit]:
     """The same for the processor time of an end, the mean of both, from the transfers' counters. Where a transport was also
     measured beside a process that trains, beta is that of the busy machine."""
     runs = results.runs[(results.runs["bench"] == "transfer") & (results.runs["status"] == "ok")]
-    spent = results.counters[results.counters["name"].isin(["cpu.user", "cpu.system"])]
-    spent = (spent["after"] - spent["before"]).groupby(spent["run_id"]).sum().rename("spent").reset_index()
+    spent = _processor_ns(frames.passed(results.counters)).groupby("run_id").sum().rename("spent").reset_index()
     both = runs.merge(spent, on="run_id")
     both["seconds"] = both["spent"] * 1e-9 / both["iterations"] / 2
     busy = _busy_betas(results)
@@ -70,15 +69,20 @@ def _busy_betas(results: store.Results) -> dict[str, float]:
     runs = runs[runs["beside"] != NOBODY]
     if runs.empty:
         return {}
-    counters = results.counters.merge(runs[["run_id", "beside", "processes"]], on="run_id")
-    counters = counters[counters["rank"] >= counters["processes"]]  # the two that exchange tensors
-    passed = counters.assign(passed=(counters["after"] - counters["before"]).astype(float))
-    by_name = passed.pivot_table(index=["beside", "run_id"], columns="name", values="passed", aggfunc="sum")
-    if not {"cpu.user", "cpu.system", "transport.bytes_in"} <= set(by_name):
+    passed = frames.passed(results.counters[results.counters["run_id"].isin(runs["run_id"])])
+    if not {"cpu.user", "cpu.system", "transport.bytes_in"} <= set(passed):
         return {}
-    seconds = (by_name["cpu.user"] + by_name["cpu.system"]) * 1e-9 / 2
-    betas = (by_name["transport.bytes_in"] / seconds).groupby("beside").median()
+    ends = passed.assign(spent=_processor_ns(passed)).reset_index()
+    ends = ends.merge(runs[["run_id", "beside", "processes"]], on="run_id")
+    ends = ends[ends["rank"] >= ends["processes"]]  # the two that exchange tensors
+    both = ends.groupby(["beside", "run_id"])[["transport.bytes_in", "spent"]].sum()
+    betas = (both["transport.bytes_in"] / (both["spent"] * 1e-9 / 2)).groupby("beside").median()
     return {str(transport): float(beta) for transport, beta in betas.items()}
+
+
+def _processor_ns(passed: pd.DataFrame) -> pd.Series:
+    """Processor time of each rank, in its own code and in the system's."""
+    return passed[passed.columns.intersection(["cpu.user", "cpu.system"])].sum(axis=1)
 
 
 def _alone(results: store.Results) -> pd.DataFrame:
