@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -354,6 +355,33 @@ def _message_of(mine: Hello) -> bytes:
         for fd in fds:
             os.close(fd)
     return message
+
+
+def test_who_is_accepted_while_the_transport_closes_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted, closing = threading.Event(), threading.Event()
+    accept = socket.socket.accept
+
+    def slowly(sock: socket.socket) -> tuple[socket.socket, object]:
+        connection = accept(sock)
+        accepted.set()
+        assert closing.wait(10)
+        return connection
+
+    def refused() -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as another:
+            return another.connect_ex(b"\0" + address.rpartition(b":")[2]) == errno.ECONNREFUSED
+
+    with contextlib.ExitStack() as stack:
+        end, address = stack.enter_context(listening())
+        monkeypatch.setattr(socket.socket, "accept", slowly)
+        sock = stack.enter_context(stranger(address))
+        assert accepted.wait(10)
+        closer = threading.Thread(target=end.close)
+        closer.start()
+        assert eventually(refused)
+        closing.set()
+        closer.join()
+        assert sock.recv(1) == b""
 
 
 def test_the_kernel_names_the_peer() -> None:

@@ -86,6 +86,7 @@ class Progress:
         self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._doorbells.register(self._nudge, select.EPOLLIN)
         self._asleep = False
+        self._waking = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.wakeups = 0
@@ -204,7 +205,8 @@ class Progress:
         with self._guard:
             if self._stopping:
                 return
-            self._stopping = True
+            with self._waking:
+                self._stopping = True
             thread = self._thread
         if thread is not None:
             os.eventfd_write(self._wake, 1)
@@ -223,8 +225,9 @@ class Progress:
         self._wake_up()
 
     def _wake_up(self) -> None:
-        if not self._stopping:
-            os.eventfd_write(self._wake, 1)
+        with self._waking:  # else the descriptor might be closed in between, and be somebody else's
+            if not self._stopping:
+                os.eventfd_write(self._wake, 1)
 
     def _forget(self, fd: int) -> None:
         if self._handlers.pop(fd, None) is not None:

@@ -54,7 +54,7 @@ class ShmTransport(OneSidedTransport):
         super().__init__(options, arena, tracer)
         self._arena_key = secrets.randbits(32)
         self._listener: socket.socket | None = None
-        self._strangers: dict[socket.socket, float] = {}  # connected, have not said hello
+        self._strangers: dict[socket.socket, float] = {}  # connected, have not said hello; the progress thread's
 
     @classmethod
     def probe(cls) -> Availability:
@@ -81,11 +81,16 @@ class ShmTransport(OneSidedTransport):
         return _PREFIX + _host() + b":" + name
 
     def _stop_listening(self) -> None:
+        # Not closed yet, and no stranger dismissed: the progress thread may be about to accept one.
         if self._listener is not None:
             self.progress.unwatch(self._listener.fileno())
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+    def _release_resources(self) -> None:
+        if self._listener is not None:
             self._listener.close()
-        for stranger in list(self._strangers):
-            self._dismiss(stranger)
+        for stranger in self._strangers:
+            stranger.close()
 
     def _export(self, array: np.ndarray) -> Region:
         if not array.nbytes:
@@ -158,9 +163,9 @@ class ShmTransport(OneSidedTransport):
         self.progress.watch(stranger.fileno(), lambda: self._greet(stranger))
 
     def _dismiss(self, stranger: socket.socket) -> None:
-        if self._strangers.pop(stranger, None) is not None:
-            self.progress.unwatch(stranger.fileno())
-            stranger.close()
+        del self._strangers[stranger]
+        self.progress.unwatch(stranger.fileno())
+        stranger.close()
 
     def _greet(self, stranger: socket.socket) -> None:
         try:
@@ -174,9 +179,7 @@ class ShmTransport(OneSidedTransport):
         if theirs is None:
             self._dismiss(stranger)
             return
-        if self._strangers.pop(stranger, None) is None:  # the transport is just being closed
-            theirs.close()
-            return
+        del self._strangers[stranger]
         self.progress.unwatch(stranger.fileno())
         pid, _ = hello.credentials(stranger)
         try:
