@@ -11,6 +11,7 @@ import os
 import random
 import threading
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -219,12 +220,20 @@ def check_borrow(name: str) -> None:
 
 
 def check_counters(name: str) -> None:
-    """Counters of both ends agree with the bytes that were moved, also after the channel is closed."""
+    """Counters of both ends agree with the bytes that were moved, also after the channel is closed; a fetch is counted before
+    anybody learns that it is done."""
     with pair(name) as (client, server):
-        lengths = [0, 8, 10_000, 3 * MIB]
+        lengths = [0, 8, 10_000, 3 * MIB, 3 * MIB, 0, 8, 10_000, 3 * MIB]
+        counted: SimpleQueue[int] = SimpleQueue()
         for at, nbytes in enumerate(lengths):
-            server.source.put(f"key {at}", pattern(nbytes))
-            client.channel.fetch(f"key {at}", deadline=soon()).result(soon())
+            if at % 2:
+                server.source.put(f"key {at}", pattern(nbytes))
+            future = client.channel.fetch(f"key {at}", deadline=soon())
+            future.add_done_callback(lambda _: counted.put(client.transport.totals().bytes_in))
+            if not at % 2:
+                server.source.put(f"key {at}", pattern(nbytes))
+            future.result(soon())
+            assert counted.get(timeout=PATIENCE) == sum(lengths[: at + 1])
         client.channel.close()
         received = client.transport.totals()
         assert (received.fetches, received.bytes_in) == (len(lengths), sum(lengths))

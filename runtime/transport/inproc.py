@@ -177,6 +177,7 @@ class InprocChannel(Channel):
             served.served += 1
             served.bytes_out += array.nbytes
             served.messages_out += 1
+        pending.complete()
 
     def expire(self, now_ns: int) -> int | None:
         """Fail fetches whose deadline has passed; the moment of the next one, or None."""

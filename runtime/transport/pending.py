@@ -47,12 +47,13 @@ class Pending:
     """One fetch: where its tensor goes, and its future.
 
     Bytes are written only through ``write``, and never after ``fail`` returned, so that the caller may use ``into`` again as
-    soon as its future is done. Any thread may call anything. ``asked_ns`` and ``copy_ns`` are for traces: when it was asked
-    for, and the time spent in copying.
+    soon as its future is done. Whoever wrote counts what it wrote and then calls ``complete``, so that counters and spans show a
+    fetch as soon as its future is done. Any thread may call anything. ``asked_ns`` and ``copy_ns`` are for traces: when it was
+    asked for, and the time spent in copying.
     """
 
     __slots__ = (
-        "_bytes", "_fresh", "_guard", "_into", "_over", "_received", "_spec",
+        "_bytes", "_error", "_fresh", "_guard", "_into", "_over", "_received", "_spec",
         "asked_ns", "copy_ns", "deadline", "future", "key",
     )  # fmt: skip
 
@@ -75,44 +76,47 @@ class Pending:
         self._into = into
         self._guard = threading.Lock()
         self._over = False
+        self._error: BaseException | None = None
         self._fresh = False
         self._spec: TensorSpec | None = None
         self._bytes: np.ndarray | None = None
         self._received = 0
 
     def write(self, spec: TensorSpec, offset: int, data: memoryview | np.ndarray, arena: Arena) -> int:
-        """Put bytes of the tensor to their place; completes the future with the last one.
+        """Put bytes of the tensor to their place; ``complete`` is due afterwards.
 
         Returns the number of fresh destinations this call made (0 or 1), and -1 if the fetch is over: failed before, or
         now because the destination does not fit. CorruptMessageError if parts of different tensors come.
         """
         fresh = 0
-        error: BaseException | None = None
         with self._guard:
             if self._over:
                 return -1
             if self._spec is None:
-                error = self._begin(spec, arena)
+                self._error = self._begin(spec, arena)
+                if self._error is not None:
+                    self._over = True
+                    return -1
                 fresh = int(self._fresh)
             elif self._spec != spec:
                 raise CorruptMessageError(f"{self.future.what}: a part of {spec} came for a tensor of {self._spec}")
-            if error is None:
-                if offset != self._received:
-                    raise CorruptMessageError(f"{self.future.what}: byte {offset} came where {self._received} was due")
-                size = len(data)
-                if size:
-                    # numpy gives the GIL up while it copies; a memoryview would not.
-                    self._bytes[offset : offset + size] = data  # type: ignore[index]
-                    self._received += size
-                if self._received < spec.nbytes:
-                    return fresh
-            self._over = True
-        # Outside the guard: a callback may abort the channel, and that comes back to ``fail``.
-        if error is not None:
-            self.future.set_exception(error)
-            return -1
-        self.future.set_result(self._into)  # type: ignore[arg-type]
+            if offset != self._received:
+                raise CorruptMessageError(f"{self.future.what}: byte {offset} came where {self._received} was due")
+            size = len(data)
+            if size:
+                # numpy gives the GIL up while it copies; a memoryview would not.
+                self._bytes[offset : offset + size] = data  # type: ignore[index]
+                self._received += size
+            self._over = self._received >= spec.nbytes
         return fresh
+
+    def complete(self) -> None:
+        """Set the future if the last bytes have been written, or if the destination did not fit. Not to be called with a lock
+        held: a callback may abort the channel, and that comes back to ``fail``."""
+        if self._error is not None:
+            self.future.set_exception(self._error)
+        elif self._spec is not None and self._received >= self._spec.nbytes:
+            self.future.set_result(self._into)  # type: ignore[arg-type]
 
     def _begin(self, spec: TensorSpec, arena: Arena) -> BaseException | None:
         into = self._into

@@ -295,6 +295,8 @@ class GrpcChannel(GrpcChannelBase[int]):
             self._requests.put(wire.encode(Kind.CANCEL, header.tag))
         if start_ns:
             self._trace(pending, start_ns, last, header.nbytes)
+        if last or fresh < 0:
+            pending.complete()
 
     def _trace(self, pending: Pending, start_ns: int, last: bool, nbytes: int) -> None:
         """One COPY span a message; one WIRE span a fetch, shortened by the copies so that the two add up."""

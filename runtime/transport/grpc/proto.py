@@ -194,6 +194,7 @@ class GrpcProtoChannel(GrpcChannelBase[grpc.Future]):
         if pending.asked_ns:
             self._tracer.record(Phase.WIRE, pending.key, 0, pending.asked_ns, start_ns, spec.nbytes)
             self._tracer.record(Phase.COPY, pending.key, 0, start_ns, now_ns, spec.nbytes)
+        pending.complete()
 
     def _failure(self, error: grpc.RpcError, pending: Pending) -> BaseException:
         code = error.code()
