@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, UnavailableError
 from runtime.memory.arena import Arena
 from runtime.testing import open_end
 from runtime.tests import contract
 from runtime.tests.test_contract import CHECKS
 from runtime.tests.verbs_simulation import PLACE, objects, simulate
 from runtime.transport.base import Options
+from runtime.transport.onesided.progress import Progress
 from runtime.transport.verbs import transport
 from runtime.transport.verbs.bootstrap import Address, machine_id
 
@@ -65,4 +66,21 @@ def test_a_setting_out_of_range_opens_nothing() -> None:
     with pytest.raises(ConfigError, match="send_depth"):
         transport.VerbsTransport(Options(params={"send_depth": 1}), arena)
     assert objects() == before
+    arena.close()
+
+
+@pytest.mark.parametrize("step", ["load_binding", "choose_place", "Memory"])
+def test_what_cannot_be_opened_leaves_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise UnavailableError(f"no {step}")
+
+    closed: list[Progress] = []
+    close = Progress.close
+    monkeypatch.setattr(Progress, "close", lambda progress: (closed.append(progress), close(progress))[1])
+    monkeypatch.setattr(transport, step, fails)
+    before = objects()
+    arena = Arena(1 << 16)
+    with pytest.raises(UnavailableError, match=f"no {step}"):
+        transport.VerbsTransport(Options(), arena)
+    assert len(closed) == 1 and objects() == before
     arena.close()

@@ -97,18 +97,17 @@ class VerbsTransport(OneSidedTransport):
         self._arriving: dict[socket.socket, threading.Thread] = {}  # peers that are being set up
         self._stopping = False
         self._attributes = settings.attributes()
-        binding = load_binding(settings.binding)
-        self.binding = binding.name
-        self.place = choose_place(options.bind, settings.device, settings.port, settings.gid_index)
-        self._device = binding.open(self.place.device)
-        try:
+        with contextlib.ExitStack() as opened:  # what a failure has to close again
+            opened.callback(self.progress.close)
+            binding = load_binding(settings.binding)
+            self.binding = binding.name
+            self.place = choose_place(options.bind, settings.device, settings.port, settings.gid_index)
+            self._device = binding.open(self.place.device)
+            opened.callback(self._device.close)
             self._memory = Memory(
                 self._device, arena, self.counters, settings.registration_bytes, settings.registration_entries
             )
-        except BaseException:
-            self._device.close()
-            self.progress.close()
-            raise
+            opened.pop_all()
         self.registrations = self._memory.cache
 
     @classmethod
