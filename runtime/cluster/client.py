@@ -14,7 +14,7 @@ from runtime.cluster.proto import control_pb2 as pb
 from runtime.cluster.proto import control_pb2_grpc
 from runtime.cluster.rpc import Tls, credentials, error_named, open_channel, translate
 from runtime.deadline import Deadline
-from runtime.errors import ConfigError, PeerLostError, VerbflowError
+from runtime.errors import ConfigError, PeerLostError, StepAbortedError, VerbflowError
 from runtime.future import Future
 
 
@@ -36,6 +36,8 @@ class WorkerClient:
             )
         except grpc.RpcError as error:
             raise translate(error, method, self.task, self.address, deadline.elapsed()) from error
+        except ValueError as error:
+            raise self._closed(method, error) from error
 
     def start(self, method: str, request: Any, deadline: Deadline, *, wait_for_ready: bool = False) -> Future[Any]:
         """Make a call whose answer comes into the future, on one of gRPC's threads."""
@@ -44,8 +46,8 @@ class WorkerClient:
             call = self._method(method).future(
                 request, timeout=deadline.remaining(), metadata=self._metadata, wait_for_ready=wait_for_ready
             )
-        except ValueError as error:  # the channel was closed
-            future.set_exception(ConfigError(f"{method} at {self.task}: {error}"))
+        except ValueError as error:
+            future.set_exception(self._closed(method, error))
             return future
 
         def done(finished: Any) -> None:
@@ -63,7 +65,11 @@ class WorkerClient:
     def stream(self, method: str, request: Any, deadline: Deadline) -> Iterator[Any]:
         """Answers of a call that streams them."""
         try:
-            yield from self._method(method)(request, timeout=deadline.remaining(), metadata=self._metadata)
+            answers = self._method(method)(request, timeout=deadline.remaining(), metadata=self._metadata)
+        except ValueError as error:
+            raise self._closed(method, error) from error
+        try:
+            yield from answers
         except grpc.RpcError as error:
             raise translate(error, method, self.task, self.address, deadline.elapsed()) from error
 
@@ -84,14 +90,23 @@ class WorkerClient:
             if own:
                 raise own[0] from error
             raise translate(error, method, self.task, self.address, deadline.elapsed()) from error
+        except ValueError as error:
+            raise self._closed(method, error) from error
 
     def open_steps(self) -> StepStream:
-        """A call for steps, one at a time."""
-        return StepStream(self, self._stub.RunGraph, self._metadata)
+        """A call for steps, one at a time; StepAbortedError if this client is closed."""
+        try:
+            return StepStream(self, self._stub.RunGraph, self._metadata)
+        except ValueError as error:
+            raise StepAbortedError(f"the connection to {self.task} ({self.address}) was closed") from error
 
     def close(self) -> None:
         """Cancel what is running and close the connection. Idempotent."""
         self._channel.close()
+
+    def _closed(self, method: str, error: ValueError) -> ConfigError:
+        """What gRPC's complaint about a call on a closed channel means."""
+        return ConfigError(f"{method} at {self.task}: {error}")
 
     def _method(self, name: str) -> Any:
         return getattr(self._stub, name)

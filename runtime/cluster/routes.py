@@ -12,7 +12,7 @@ from pathlib import Path
 
 from runtime.cluster.proto import control_pb2 as pb
 from runtime.deadline import Deadline
-from runtime.errors import ConfigError, PeerLostError, TransportError, UnavailableError
+from runtime.errors import ConfigError, PeerLostError, StepAbortedError, TransportError, UnavailableError
 from runtime.memory.arena import Arena
 from runtime.trace import Tracer
 from runtime.transport.base import Channel, Counters, Options, TensorSource, Transport
@@ -76,6 +76,7 @@ class TransportSet:
         self._task, self._token, self._bind = task, token, bind
         self._guard = threading.Lock()
         self._opened = False
+        self._closed = False
         self._transports: dict[str, Transport] = {}
         self._addresses: dict[str, bytes] = {}
         self._unavailable: dict[str, str] = {}
@@ -139,19 +140,29 @@ class TransportSet:
         return pb.Candidates(usable=usable, refused=refused)
 
     def channel(self, peer: pb.Peer, name: str, deadline: Deadline) -> Channel:
-        """The channel to this incarnation of ``peer``, connected at the first use; older incarnations' are dropped."""
+        """The channel to this incarnation of ``peer``, connected at the first use; older incarnations' are dropped.
+        StepAbortedError once this set is closed."""
         key = (peer.task, peer.incarnation, name)
         with self._guard:
+            self._check_open()
             channel = self._channels.get(key)
         if channel is not None:
             return channel
         self.drop(peer.task, PeerLostError(f"{peer.task} was restarted"), keep=peer.incarnation)
         channel = self.transport(name).connect(peer.transports[name], peer=peer.task, deadline=deadline)
-        with self._guard:
-            first = self._channels.setdefault(key, channel)
-        if first is not channel:
-            channel.close()
+        first: Channel | None = None
+        try:
+            with self._guard:
+                self._check_open()
+                first = self._channels.setdefault(key, channel)
+        finally:
+            if first is not channel:
+                channel.close()
         return first
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StepAbortedError(f"{self._task} is shutting down")
 
     def drop(self, task: str, reason: BaseException, keep: int | None = None) -> None:
         """Abort the channels to ``task``, but those to incarnation ``keep``."""
@@ -169,7 +180,7 @@ class TransportSet:
     def close(self) -> None:
         """Close channels and transports; waits. Idempotent."""
         with self._guard:
-            self._opened = True
+            self._opened = self._closed = True
             channels = list(self._channels.values())
             self._channels.clear()
         for channel in channels:

@@ -100,7 +100,10 @@ class RemoteTask:
         with self._guard:
             stream = self._idle.pop() if self._idle else None
         if stream is None or stream.broken is not None:
-            stream = self.client.open_steps()
+            try:
+                stream = self.client.open_steps()
+            except StepAbortedError as error:
+                return failed(error)
             with self._guard:
                 self._streams = {other for other in self._streams if other.broken is None} | {stream}
         answer = stream.start(request)

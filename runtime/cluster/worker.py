@@ -311,13 +311,17 @@ class Worker:
             self._drop_graph(graph, reason)
         self.health.close()
         self.transports.close()
-        for client in self._clients.values():
+        with self._guard:
+            clients = list(self._clients.values())
+        for client in clients:
             client.close()
 
     # Peers.
 
     def _watch(self, peer: pb.Peer) -> Watch:
         with self._guard:
+            if self._closed:  # the control server is stopped last, so a BindEdges may still be under way
+                raise StepAbortedError(f"{self.task} is shutting down")
             key = (peer.task, peer.address)
             client = self._clients.get(key)
             if client is None:

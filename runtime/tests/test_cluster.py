@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from runtime.cluster.client import WorkerClient
 from runtime.cluster.launcher import LocalCluster, free_addresses
 from runtime.cluster.messages import CHUNK_BYTES, chunks, pack, unpack, variables
 from runtime.cluster.proto import control_pb2 as pb
+from runtime.cluster.registered import RegisteredGraph
 from runtime.cluster.rpc import CONTROL_VERSION, credentials
 from runtime.cluster.server import Server
 from runtime.cluster.spec import ClusterSpec, parse_task, task_name
@@ -31,6 +33,7 @@ from runtime.errors import (
     GraphError,
     PeerLostError,
     ProtocolMismatchError,
+    StepAbortedError,
     TransportError,
     UnauthenticatedError,
     UnknownGraphError,
@@ -252,6 +255,51 @@ def test_an_error_in_what_is_sent_is_raised_as_it_is(client: WorkerClient) -> No
     with pytest.raises(CheckpointError, match="damaged"):
         client.upload("RestoreVariables", broken(), soon())
     assert not client.call("ListVariables", pb.VariablesRequest(), soon()).nbytes
+
+
+def test_a_closed_client_says_so(client: WorkerClient) -> None:
+    client.close()
+    for call in (
+        lambda: client.call("Ping", pb.PingRequest(), soon()),
+        lambda: client.start("Ping", pb.PingRequest(), soon()).result(soon()),
+        lambda: list(client.stream("SaveVariables", pb.SaveRequest(), soon())),
+        lambda: client.upload("RestoreVariables", iter([]), soon()),
+    ):
+        with pytest.raises(ConfigError, match=r"at /job:ps/task:0: .*closed"):
+            call()
+    with pytest.raises(StepAbortedError, match=r"/job:ps/task:0 .* was closed"):
+        client.open_steps()
+
+
+def test_who_binds_edges_while_the_task_closes_leaves_no_client(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = Graph()
+    graph.add("Placeholder", name="x", device=server.name, shape=(2,), dtype=np.dtype(np.float32))
+    peer = pb.Peer(task="/job:worker/task:0", incarnation=1, address="127.0.0.1:1")
+    server.worker.register(
+        pb.RegisterRequest(handle="h", partition=dump_graph(graph), feeds=["x"], fetches=["x:0"], peers=[peer])
+    )
+    monkeypatch.setattr(RegisteredGraph, "connect", lambda *_: server.worker.close())
+    with pytest.raises(StepAbortedError, match=r"/job:ps/task:0 is shutting down"):
+        server.worker.bind(pb.BindRequest(handle="h"), soon())
+    assert not server.worker._clients
+
+
+def test_a_channel_that_is_connected_while_the_task_closes_is_closed(server: Server) -> None:
+    transports = server.worker.transports
+    closed: list[str] = []
+
+    def connect(address: bytes, *, peer: str, deadline: Deadline) -> SimpleNamespace:
+        transports.close()
+        return SimpleNamespace(close=lambda: closed.append(peer))
+
+    transports._transports["inproc"] = SimpleNamespace(connect=connect, close=lambda: None)  # type: ignore[assignment]
+    peer = pb.Peer(task="/job:worker/task:0", incarnation=1, transports={"inproc": b"somewhere"})
+    for _ in range(2):
+        with pytest.raises(StepAbortedError, match=r"/job:ps/task:0 is shutting down"):
+            transports.channel(peer, "inproc", soon())
+        assert closed == [peer.task], "the second attempt must not connect at all"
 
 
 def test_a_server_that_cannot_be_made_leaves_nothing(server: Server) -> None:
