@@ -59,6 +59,15 @@ class Registration:
     guard: threading.Lock = field(default_factory=threading.Lock)
 
 
+@dataclass
+class _Other:
+    """A watched task that no step runs on. ``told``: a step has failed with its loss."""
+
+    watch: Watch
+    fatal: bool
+    told: bool = False
+
+
 class Master:
     """Any thread may call it. ``startup_s``: how long to wait for a task that is not up (yet, or again)."""
 
@@ -72,7 +81,7 @@ class Master:
         self._graphs = itertools.count(1)
         self._guard = threading.Lock()
         self._watches: dict[str, Watch] = {}
-        self._others: list[Watch] = []
+        self._others: list[_Other] = []
         self._finished: dict[str, list[int]] = {name: [] for name in tasks}
         self._running: dict[int, Outcome] = {}
         self._routes = RouteTable(self._all)
@@ -128,12 +137,19 @@ class Master:
                 self._running[step] = outcome
                 names = {task.name for task in outcome.tasks}
                 lost = [watch.lost for name, watch in self._watches.items() if watch.lost is not None and name in names]
+                # News that came between two steps, or while a graph was being registered.
+                lost += [
+                    other.watch.lost for other in self._others if other.fatal and not other.told and other.watch.lost
+                ]
             try:
                 if lost:
                     raise lost[0]
                 return self._run(registration, step, outcome, feeds, deadline)
-            except BaseException:
+            except BaseException as error:
                 registration.broken = True
+                with self._guard:
+                    for other in self._others:
+                        other.told = other.told or other.watch.lost is error
                 self._forget(registration.handle, [part.task.name for part in registration.parts])
                 raise
             finally:
@@ -308,9 +324,9 @@ class Master:
         for name in names:
             task = self._tasks[name]
             if isinstance(task, RemoteTask):
-                watch = self._health.watch(task.client, status[name].incarnation, lost)
-                with self._guard:
-                    self._others.append(watch)
+                with self._guard:  # so that a step which begins now either sees the loss or is seen by ``lost``
+                    watch = self._health.watch(task.client, status[name].incarnation, lost)
+                    self._others.append(_Other(watch, fatal))
 
     @property
     def routes(self) -> dict[tuple[str, str], tuple[str, str]]:
@@ -346,7 +362,7 @@ class Master:
             others, self._others = self._others, []
             used = {watch.task for watch in watches if watch.lost is None}
             running = list(self._running.values())
-        for watch in (*watches, *others):
+        for watch in (*watches, *(other.watch for other in others)):
             self._health.unwatch(watch)
         for outcome in running:
             outcome.fail(None, StepAbortedError("the session was closed"))

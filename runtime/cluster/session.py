@@ -170,7 +170,7 @@ class Session:
 
     def watch(self, tasks: Sequence[str], *, fatal: bool, deadline: Deadline) -> None:
         """Watch tasks that this session's steps do not run on. The loss of one is logged and, if ``fatal``, fails the steps that
-        run: for steps that wait for another worker without exchanging anything with it."""
+        run, or the next one if none does: for steps that wait for another worker without exchanging anything with it."""
         if self._master is not None and tasks:
             self._master.watch_others(tasks, fatal, deadline)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
 
+from runtime.cluster.client import WorkerClient
+from runtime.cluster.health import Watch
 from runtime.cluster.launcher import free_addresses
 from runtime.cluster.server import Server
 from runtime.cluster.session import Session
@@ -21,6 +23,7 @@ from runtime.errors import (
     GraphError,
     PeerLostError,
     ShapeError,
+    StepAbortedError,
     UnauthenticatedError,
 )
 from runtime.graph.array_ops import concat, constant, group, placeholder
@@ -337,6 +340,52 @@ def test_a_restarted_task_is_found_and_its_graphs_are_registered_again() -> None
                 with pytest.raises(PeerLostError, match=PS):
                     session.run(added, {x: ones})
                 np.testing.assert_array_equal(session.run(added, {x: ones}), ones)
+
+
+@pytest.mark.parametrize("fatal", [True, False])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_the_loss_of_another_task_between_steps_fails_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, steps_before: int, fatal: bool
+) -> None:
+    with cluster(ps=1, worker=2) as servers:
+        health = servers[WORKER].worker.health
+        told, watch = threading.Event(), health.watch
+
+        def watched(client: WorkerClient, incarnation: int, on_lost: Callable[..., None], session: int = 0) -> Watch:
+            def tell(task: str, error: PeerLostError) -> None:
+                on_lost(task, error)
+                told.set()
+
+            return watch(client, incarnation, tell, session)
+
+        monkeypatch.setattr(health, "watch", watched)
+        health.interval_s = 0.1
+        graph = Graph()
+        _, x, added = counter(graph)
+        with Session(graph, servers[WORKER]) as session:
+            session.watch([WORKER1], fatal=fatal, deadline=Deadline.after(20))
+            for _ in range(steps_before):
+                session.run(added, {x: ones})
+            servers[WORKER1].close()
+            assert told.wait(20)
+            # The step that is told names the task; whoever can go on without it does.
+            if fatal:
+                with pytest.raises(PeerLostError, match=WORKER1):
+                    session.run(added, {x: ones})
+            np.testing.assert_array_equal(session.run(added, {x: ones}), (steps_before + 1) * ones)
+
+
+def test_a_step_that_starts_while_the_session_closes_is_aborted() -> None:
+    with cluster() as servers:
+        graph = Graph()
+        _, x, added = counter(graph)
+        with Session(graph, servers[WORKER]) as session:
+            session.run(added, {x: ones})
+            assert session._master is not None
+            task = session._master.task(PS)
+            task.close()
+            with pytest.raises(StepAbortedError, match=rf"the connection to {PS} .* was closed"):
+                session.run(added, {x: ones})
 
 
 def test_a_task_that_never_comes_up_is_named() -> None:
