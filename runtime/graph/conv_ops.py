@@ -53,8 +53,9 @@ class Conv2D(Op):
     def workspace(inputs: Specs, attrs: Attrs, threads: int) -> int:
         x, w = inputs
         window, (_, _, channels, outputs) = _convolution_window(x.shape, w.shape, attrs), w.shape
-        if winograd.applies(window, channels, outputs):
-            return winograd.forward_workspace(window, x.shape[0], channels, outputs, x.dtype.itemsize, threads)
+        scheme = winograd.chosen(window, x.shape[0], channels, outputs)
+        if scheme is not None:
+            return winograd.forward_workspace(scheme, window, x.shape[0], channels, outputs, x.dtype.itemsize, threads)
         return convolution.forward_workspace(window, x.shape[0], channels, x.dtype.itemsize, threads)
 
     @staticmethod
@@ -62,8 +63,9 @@ class Conv2D(Op):
         (x, w), (y,) = inputs, outputs
         window = _convolution_window(x.shape, w.shape, attrs)
         memory = workspace_of(Conv2D, inputs, attrs, context)
-        if winograd.applies(window, w.shape[2], w.shape[3]):
-            return winograd.compile_forward(x, w, y, window, context.threads, memory)
+        scheme = winograd.chosen(window, x.shape[0], w.shape[2], w.shape[3])
+        if scheme is not None:
+            return winograd.compile_forward(scheme, x, w, y, window, context.threads, memory)
         return convolution.compile_forward(x, w.reshape(-1, w.shape[3]), y, window, context.threads, memory)
 
     @staticmethod
@@ -102,8 +104,9 @@ class Conv2DBackpropInput(Op):
     def workspace(inputs: Specs, attrs: Attrs, threads: int) -> int:
         w, shape = inputs[0], tuple(attrs["shape"])
         window, (_, _, channels, outputs) = _convolution_window(shape, w.shape, attrs), w.shape
-        if winograd.applies(window, channels, outputs):
-            return winograd.forward_workspace(window.turned, shape[0], outputs, channels, w.dtype.itemsize, threads)
+        scheme = winograd.chosen_turned(window, shape[0], channels, outputs)
+        if scheme is not None:
+            return winograd.input_workspace(scheme, window, shape[0], channels, outputs, w.dtype.itemsize, threads)
         return convolution.input_workspace(window, shape[0], channels, outputs, w.dtype.itemsize, threads)
 
     @staticmethod
@@ -111,8 +114,9 @@ class Conv2DBackpropInput(Op):
         (w, dy), (dx,) = inputs, outputs
         window = _convolution_window(dx.shape, w.shape, attrs)
         memory = workspace_of(Conv2DBackpropInput, inputs, attrs, context)
-        if winograd.applies(window, w.shape[2], w.shape[3]):
-            return winograd.compile_input_gradient(w, dy, dx, window, context.threads, memory)
+        scheme = winograd.chosen_turned(window, dx.shape[0], w.shape[2], w.shape[3])
+        if scheme is not None:
+            return winograd.compile_input_gradient(scheme, w, dy, dx, window, context.threads, memory)
         return convolution.compile_input_gradient(w, dy, dx, window, context.threads, memory)
 
     @staticmethod
@@ -150,16 +154,21 @@ class Conv2DBackpropFilter(Op):
     def workspace(inputs: Specs, attrs: Attrs, threads: int) -> int:
         x, shape = inputs[0], tuple(attrs["shape"])
         window, (_, _, channels, outputs) = _convolution_window(x.shape, shape, attrs), shape
-        kernels = winograd if winograd.applies(window, channels, outputs) else convolution
-        return kernels.filter_workspace(window, x.shape[0], channels, outputs, x.dtype.itemsize, threads)
+        sizes = (window, x.shape[0], channels, outputs)
+        scheme = winograd.chosen(*sizes)
+        if scheme is not None:
+            return winograd.filter_workspace(scheme, *sizes, x.dtype.itemsize, threads)
+        return convolution.filter_workspace(*sizes, x.dtype.itemsize, threads)
 
     @staticmethod
     def compile(inputs: Arrays, outputs: Arrays, attrs: Attrs, context: KernelContext) -> Call | None:
         (x, dy), (dw,) = inputs, outputs
         window = _convolution_window(x.shape, dw.shape, attrs)
         memory = workspace_of(Conv2DBackpropFilter, inputs, attrs, context)
-        kernels = winograd if winograd.applies(window, dw.shape[2], dw.shape[3]) else convolution
-        return kernels.compile_filter_gradient(x, dy, dw, window, context.threads, memory)
+        scheme = winograd.chosen(window, x.shape[0], dw.shape[2], dw.shape[3])
+        if scheme is not None:
+            return winograd.compile_filter_gradient(scheme, x, dy, dw, window, context.threads, memory)
+        return convolution.compile_filter_gradient(x, dy, dw, window, context.threads, memory)
 
     @staticmethod
     def gradient(graph: Graph, node: Node, grads: Sequence[Output | None]) -> Sequence[Output | None]:

@@ -1,379 +1,384 @@
-"""3 x 3 convolution of stride 1 by Winograd's minimal filtering F(2 x 2, 3 x 3) (Lavin and Gray, 2015).
+"""Convolution of stride 1 by Winograd's minimal filtering (``toom_cook``) in two dimensions.
 
-A tile of 4 x 4 pixels gives 2 x 2 outputs with 16 multiplications instead of 36. Tiles, filters and outputs are transformed by
+A tile of n x n pixels gives m x m outputs of an r x r filter by n x n multiplications instead of (m r)^2. Tiles d, the filter w
+and the products are transformed by
 
-    B^T = [1  0 -1  0]     G = [ 1   0   0 ]     A^T = [1  1  1  0]
-          [0  1  1  0]         [1/2 1/2 1/2]           [0  1 -1 -1]
-          [0 -1  1  0]         [1/2 -1/2 1/2]
-          [0  1  0 -1]         [ 0   0   1 ]
+    V = B^T d B      U = G w G^T      y = A^T [sum over channels of U * V] A
 
-on either side, and in between are 16 matrix products over the channels, one a position in the tile. The filter's gradient is the
-transposed scheme: G^T [sum over tiles of (B^T d B) (A dy A^T)] G. The input's gradient is the convolution of the output's gradient
-with the turned filter, whose transform is this filter's with the first and last rows and columns exchanged.
+and the middle is n x n matrix products over the channels, one a position (a, b) in the tile. The filter's gradient is the
+transposed scheme, G^T [sum over tiles of (B^T d B) * (A dy A^T)] G; the input's gradient is the convolution of the output's
+gradient with the turned filter, which is w with its taps in reverse order, so that its transform needs only G's columns reversed.
 
-One position is dealt with at a time, for as many images as keep its operands in cache: nothing is ever as large as all 16.
-Rounding errors are about twice those of the direct sum.
+The transforms are matrix products too, of a tiny matrix and a wide one: for rows of pixels, channels make it wide; for columns all
+tiles that lie at the same column of any image do, because tiles are kept in the order (tile column, image, tile row). OpenBLAS has
+kernels for small products that copy no operand, and so nearly reach the speed of its large ones; additions by numpy, a call a
+coefficient, took two to three times as long.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
+from runtime.kernels import blas
+from runtime.kernels.matmul import SMALL_PRODUCT, UNPACKED_CORES
 from runtime.kernels.padding import padded_rows
 from runtime.kernels.parallel import Call, fixed_shares, free_shares, sequence, split
 from runtime.kernels.scratch import Scratch, aligned
+from runtime.kernels.toom_cook import SIZES, Scheme
 from runtime.kernels.window import Piece, Window, pieces
 
-# Operands of one position's product, and of a block of the filter's transform.
-PLANE_BYTES = 1 << 21
+# Operands and results of a row of positions, for one piece of work; and a block of the filter's transform.
+PIECE_BYTES = 2 << 20
 FILTER_BYTES = 1 << 19
-# Transforms cost as channels grow, products as their square: 64 do not pay, 128 take a fifth off.
-MIN_CHANNELS = 96
-# The turned filter's transform has these positions of the filter's own.
-_TURNED = (3, 1, 2, 0)
+# Small products of fewer tiles than these are not worth it: every piece of work reads the whole of U.
+_FEW_TILES = 48
+# What transforming a number of a tile, of the filter, or of a copied patch costs, in multiplications of a large product. Measured.
+_TILE_COST, _FILTER_COST, _PATCH_COST = 50, 75, 17
+# Below this share of the direct way's cost a scheme is taken.
+_WORTH = 0.85
 
 
-def applies(window: Window, channels: int, outputs: int) -> bool:
-    """Whether this scheme is possible, and has clearly fewer multiplications than the direct one."""
-    if window.kernel != (3, 3) or window.stride != (1, 1) or max(window.padding) > 2:
-        return False
-    grid = _Grid.of(window)
-    saved = 16 * grid.rows * grid.columns / (9 * window.out_height * window.out_width)
-    return min(channels, outputs) >= MIN_CHANNELS and saved < 0.75
+@functools.lru_cache(maxsize=1024)
+def chosen(window: Window, batch: int, channels: int, outputs: int) -> Scheme | None:
+    """The scheme that costs least, or None where the direct way does or no scheme fits."""
+    taps = window.kernel[0]
+    if window.kernel != (taps, taps) or window.stride != (1, 1) or max(window.padding) >= taps or taps < 2:
+        return None
+    positions = batch * window.out_height * window.out_width
+    direct = positions * taps * taps * channels * (outputs + _PATCH_COST)
+    best, least = None, _WORTH * direct
+    for size in SIZES:
+        scheme = Scheme(size - taps + 1, taps)
+        if scheme.outputs < 2:
+            continue
+        tiles = batch * math.prod(_tiles(window, scheme))
+        cost = size * size * ((tiles + _FILTER_COST) * channels * outputs + tiles * _TILE_COST * (channels + outputs))
+        if cost < least:
+            best, least = scheme, cost
+    return best
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """Tiles of 2 x 2 outputs that cover an image; the last ones may stand over."""
+def chosen_turned(window: Window, batch: int, channels: int, outputs: int) -> Scheme | None:
+    """``chosen`` for the gradient with respect to the input of a convolution with ``window``, from ``channels`` to ``outputs``."""
+    if window.stride != (1, 1) or min(window.turned.padding) < 0:
+        return None
+    return chosen(window.turned, batch, outputs, channels)
 
-    rows: int
-    columns: int
+
+def _tiles(window: Window, scheme: Scheme) -> tuple[int, int]:
+    """Rows and columns of tiles that cover an image; the last ones may stand over."""
+    return -(-window.out_height // scheme.outputs), -(-window.out_width // scheme.outputs)
+
+
+def _largest(cut: Sequence[Piece]) -> tuple[int, int]:
+    """Most images and most tile rows of a piece: what memory is taken for."""
+    images = max((piece.last - piece.first for piece in cut), default=0)
+    return images, max((piece.bottom - piece.top for piece in cut), default=0)
+
+
+class _Transformed:
+    """Tiles of one thread's piece of ``images`` times a matrix on either side: ``matrix`` is [n, k], tiles are k x k pixels, and
+    begin every ``step`` pixels."""
+
+    def __init__(
+        self, images: np.ndarray, padding: tuple[int, int], columns: int, step: int, matrix: np.ndarray,
+        cut: Sequence[Piece], scratch: Scratch,
+    ) -> None:  # fmt: skip
+        self._images, self._padding, self._step, self._matrix = images, padding, step, matrix
+        self._columns = columns
+        sizes = self._sizes(images.shape[3], columns, step, matrix.shape, cut)
+        self._padded, self._rows, self._planes = (scratch.take((size,), images.dtype) for size in sizes)
+
+    @staticmethod
+    def _sizes(
+        channels: int, columns: int, step: int, matrix: tuple[int, ...], cut: Sequence[Piece]
+    ) -> tuple[int, int, int]:
+        (size, taken), (count, height) = matrix, _largest(cut)
+        width = step * (columns - 1) + taken
+        padded = count * (step * (height - 1) + taken) * width * channels
+        return padded, size * width * count * height * channels, size * columns * count * height * channels
 
     @classmethod
-    def of(cls, window: Window) -> _Grid:
-        return cls(-(-window.out_height // 2), -(-window.out_width // 2))
+    def nbytes(
+        cls, channels: int, columns: int, step: int, matrix: tuple[int, int], itemsize: int, cut: Sequence[Piece]
+    ) -> int:
+        return sum(aligned(size * itemsize) for size in cls._sizes(channels, columns, step, matrix, cut))
 
-    def pieces(self, batch: int, position_bytes: int, threads: int, limit: int) -> list[Piece]:
-        """Tile rows of images, such that one position's operands take about ``limit``."""
-        whole = Window(self.rows, self.columns, (1, 1), (1, 1), (0, 0, 0, 0))
-        return pieces(whole, batch, position_bytes, threads, limit)
+    def load(self, piece: Piece) -> list[Call]:
+        """Calls that fetch a piece's pixels and transform them along their columns."""
+        images, step, (size, taken) = self._images, self._step, self._matrix.shape
+        count, height, channels = piece.last - piece.first, piece.bottom - piece.top, images.shape[3]
+        width = step * (self._columns - 1) + taken
+        shape = (count, step * (height - 1) + taken, width, channels)
+        pixels = self._padded[: math.prod(shape)].reshape(shape)
+        above, left = self._padding
+        calls = padded_rows(images[piece.first : piece.last], step * piece.top - above, left, pixels)
+        image, row, column, channel = pixels.strides
+        source = as_strided(
+            pixels,
+            (width, count, height, taken, channels),
+            (column, image, step * row, row, channel),
+            writeable=False,
+        )
+        self._loaded = self._rows[: size * width * count * height * channels].reshape(size, width, -1)
+        target = self._loaded.reshape(size, width, count, height, channels).transpose(1, 2, 3, 0, 4)
+        calls.append(partial(np.matmul, self._matrix, source, out=target))
+        return calls
 
-    def tiles(self, piece: Piece) -> int:
-        return (piece.last - piece.first) * (piece.bottom - piece.top) * self.columns
-
-
-def _combine(four: Sequence[np.ndarray], position: int, out: np.ndarray) -> Call:
-    """Row ``position`` of B^T times four arrays."""
-    match position:
-        case 0:
-            return partial(np.subtract, four[0], four[2], out=out)
-        case 1:
-            return partial(np.add, four[1], four[2], out=out)
-        case 2:
-            return partial(np.subtract, four[2], four[1], out=out)
-        case _:
-            return partial(np.subtract, four[1], four[3], out=out)
-
-
-def _spread(two: Sequence[np.ndarray], position: int, out: np.ndarray) -> Call:
-    """Row ``position`` of A times two arrays."""
-    match position:
-        case 0:
-            return partial(np.copyto, out, two[0])
-        case 1:
-            return partial(np.add, two[0], two[1], out=out)
-        case 2:
-            return partial(np.subtract, two[0], two[1], out=out)
-        case _:
-            return partial(np.negative, two[1], out=out)
+    def row(self, a: int) -> tuple[Call, np.ndarray]:
+        """The call that makes all positions (a, b) of the loaded piece, and these, [n, tiles, channels]."""
+        rows, (size, taken) = self._loaded[a], self._matrix.shape
+        length = rows.shape[1]
+        along, one = rows.strides
+        source = as_strided(rows, (self._columns, taken, length), (self._step * along, along, one), writeable=False)
+        planes = self._planes[: size * self._columns * length].reshape(size, self._columns, length)
+        call = partial(np.matmul, self._matrix, source, out=planes.transpose(1, 0, 2))
+        return call, planes.reshape(size, -1, self._images.shape[3])
 
 
-def _transform_filter(w: np.ndarray, u: np.ndarray, threads: int, memory: np.ndarray) -> Call:
+def _transform_filter(w: np.ndarray, g: np.ndarray, u: np.ndarray, threads: int, memory: np.ndarray) -> Call:
     """``u[a, b, c, o]`` = G w G^T of ``w[i, j, c, o]``. ``memory``: ``_filter_transform_bytes``."""
-    channels, outputs = w.shape[2:]
-    half = w.dtype.type(0.5)
-    step = _filter_rows(channels, outputs, w.itemsize)
+    (size, taps), (channels, outputs) = g.shape, w.shape[2:]
+    step = _filter_rows(size, channels, outputs, w.itemsize)
     scratch = Scratch(memory)
-    spare = [scratch.take((4, 4, step, outputs), w.dtype) for _ in range(threads)]
+    spare = [scratch.take((size * taps * step * outputs,), w.dtype) for _ in range(threads)]
     items = []
     for start in range(0, channels, step):
-        stop = min(channels, start + step)
-        source, target = w[:, :, start:stop], u[:, :, start:stop]
+        part, target = w[:, :, start : start + step], u[:, :, start : start + step]
+        length = part.shape[2] * outputs
         row = []
         for room in spare:
-            rows, more = room[:, :3, : stop - start], room[:, 3, : stop - start]
-            calls = _apply_g([source[i] for i in range(3)], [rows[a] for a in range(4)], more[:3], half)
-            calls += _apply_g([rows[:, j] for j in range(3)], [target[:, b] for b in range(4)], more, half)
-            row.append(sequence(calls))
+            half = room[: size * taps * length].reshape(size, taps, length)
+            down = partial(
+                np.matmul, g, part.reshape(taps, taps, length).transpose(1, 0, 2), out=half.transpose(1, 0, 2)
+            )
+            across = partial(np.matmul, g, half, out=target.reshape(size, size, length))
+            row.append(sequence([down, across]))
         items.append(row)
     return free_shares(items)
 
 
-def _apply_g(g: list[np.ndarray], out: list[np.ndarray], spare: np.ndarray, half: np.generic) -> list[Call]:
-    """``out`` = G times three arrays; ``spare`` has the shape of one."""
-    return [
-        partial(np.copyto, out[0], g[0]),
-        partial(np.copyto, out[3], g[2]),
-        partial(np.add, g[0], g[2], out=out[2]),
-        partial(np.multiply, out[2], half, out=out[2]),
-        partial(np.multiply, g[1], half, out=spare),
-        partial(np.add, out[2], spare, out=out[1]),
-        partial(np.subtract, out[2], spare, out=out[2]),
-    ]
+def _filter_rows(size: int, channels: int, outputs: int, itemsize: int) -> int:
+    return max(1, min(channels, FILTER_BYTES // (size * size * outputs * itemsize)))
 
 
-def _filter_rows(channels: int, outputs: int, itemsize: int) -> int:
-    return max(1, min(channels, FILTER_BYTES // (16 * outputs * itemsize)))
+def _filter_transform_bytes(scheme: Scheme, channels: int, outputs: int, itemsize: int, threads: int) -> int:
+    rows = _filter_rows(scheme.size, channels, outputs, itemsize)
+    return threads * aligned(scheme.size * scheme.taps * rows * outputs * itemsize)
 
 
-def _filter_transform_bytes(channels: int, outputs: int, itemsize: int, threads: int) -> int:
-    return threads * aligned(16 * _filter_rows(channels, outputs, itemsize) * outputs * itemsize)
+def _is_small(channels: int, outputs: int, itemsize: int) -> bool:
+    """Whether products of a fair number of tiles are small enough for the kernels that copy nothing (``matmul``)."""
+    return itemsize == 4 and _FEW_TILES * channels * outputs <= SMALL_PRODUCT and blas.core() in UNPACKED_CORES
 
 
-class _Tiles:
-    """Temporary memory of one thread for the tiles of the largest of ``cut``, and their transform B^T d B by positions."""
-
-    def __init__(self, images: np.ndarray, window: Window, cut: Sequence[Piece], scratch: Scratch) -> None:
-        self._images, self._window, self._grid = images, window, _Grid.of(window)
-        padded, rows, plane = self._sizes(window, images.shape[3], cut)
-        self._padded = scratch.take((padded,), images.dtype)
-        self._rows = scratch.take((rows,), images.dtype)
-        self._plane = scratch.take((plane,), images.dtype)
-
-    @staticmethod
-    def _sizes(window: Window, channels: int, cut: Sequence[Piece]) -> tuple[int, int, int]:
-        grid, padded, rows, plane = _Grid.of(window), 0, 0, 0
-        for piece in cut:
-            count, height = piece.last - piece.first, piece.bottom - piece.top
-            width = 2 * grid.columns + 2
-            padded = max(padded, count * (2 * height + 2) * width * channels)
-            rows = max(rows, count * height * width * channels)
-            plane = max(plane, grid.tiles(piece) * channels)
-        return padded, rows, plane
-
-    @classmethod
-    def nbytes(cls, window: Window, channels: int, itemsize: int, cut: Sequence[Piece]) -> int:
-        return sum(aligned(size * itemsize) for size in cls._sizes(window, channels, cut))
-
-    def load(self, piece: Piece) -> tuple[np.ndarray, list[Call]]:
-        """The piece's pixels with what its last tiles stand over, and the calls that put them there."""
-        window, channels = self._window, self._images.shape[3]
-        height, width = 2 * (piece.bottom - piece.top) + 2, 2 * self._grid.columns + 2
-        shape = (piece.last - piece.first, height, width, channels)
-        padded = self._padded[: int(np.prod(shape))].reshape(shape)
-        begin = 2 * piece.top - window.padding[0]
-        return padded, padded_rows(self._images[piece.first : piece.last], begin, window.padding[2], padded)
-
-    def row(self, padded: np.ndarray, a: int) -> tuple[np.ndarray, Call]:
-        """B^T along the rows, for position ``a``."""
-        count, height, width, channels = padded.shape
-        tiles = height // 2 - 1
-        rows = self._rows[: count * tiles * width * channels].reshape(count, tiles, width, channels)
-        return rows, _combine([padded[:, i : i + 2 * tiles : 2] for i in range(4)], a, rows)
-
-    def position(self, rows: np.ndarray, b: int) -> tuple[np.ndarray, Call]:
-        """B along the columns of ``rows``, for position ``b``, as a matrix [tiles, channels]."""
-        count, height, _, channels = rows.shape
-        tiles = self._grid.columns
-        plane = self._plane[: count * height * tiles * channels].reshape(count, height, tiles, channels)
-        call = _combine([rows[:, :, j : j + 2 * tiles : 2] for j in range(4)], b, plane)
-        return plane.reshape(-1, channels), call
+def _pieces(
+    window: Window, scheme: Scheme, batch: int, channels: int, outputs: int, itemsize: int, threads: int,
+    small: bool = False,
+) -> list[Piece]:  # fmt: skip
+    """Tile rows of images, as many as fit into PIECE_BYTES, or as make ``small`` products."""
+    tiles = PIECE_BYTES // (scheme.size * (channels + outputs) * itemsize)
+    if small:
+        tiles = min(tiles, SMALL_PRODUCT // (channels * outputs))
+    rows, columns = _tiles(window, scheme)
+    return pieces(Window(rows, columns, (1, 1), (1, 1), (0, 0, 0, 0)), batch, 1, threads, max(1, tiles))
 
 
-def forward_workspace(window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int) -> int:
-    cut = _forward_pieces(window, batch, channels, outputs, itemsize, threads)
-    plane = max((_Grid.of(window).tiles(piece) for piece in cut), default=0) * outputs
-    own = _Tiles.nbytes(window, channels, itemsize, cut) + aligned(4 * plane * itemsize) + aligned(plane * itemsize)
-    transformed = aligned(16 * channels * outputs * itemsize)
+def forward_workspace(
+    scheme: Scheme, window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int
+) -> int:
+    small = _is_small(channels, outputs, itemsize)
+    cut = _pieces(window, scheme, batch, channels, outputs, itemsize, threads, small)
+    size, columns = scheme.size, _tiles(window, scheme)[1]
+    tiles = math.prod(_largest(cut)) * columns
+    own = _Transformed.nbytes(channels, columns, scheme.outputs, (size, size), itemsize, cut)
+    own += aligned(size * tiles * outputs * itemsize) + aligned(size * scheme.outputs * tiles * outputs * itemsize)
+    transformed = aligned(size * size * channels * outputs * itemsize)
     # The filter is transformed before the threads need their own memory, so both lie at the same place.
-    return transformed + max(threads * own, _filter_transform_bytes(channels, outputs, itemsize, threads))
-
-
-def _forward_pieces(
-    window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int
-) -> list[Piece]:
-    return _Grid.of(window).pieces(batch, (channels + outputs) * itemsize, threads, PLANE_BYTES)
+    return transformed + max(threads * own, _filter_transform_bytes(scheme, channels, outputs, itemsize, threads))
 
 
 def compile_forward(
-    x: np.ndarray, w: np.ndarray, y: np.ndarray, window: Window, threads: int, memory: np.ndarray
+    scheme: Scheme, x: np.ndarray, w: np.ndarray, y: np.ndarray, window: Window, threads: int, memory: np.ndarray
 ) -> Call:
-    """``y[n, oh, ow, o]``: convolution of ``x[n, h, w, c]`` with ``w[3, 3, c, o]``."""
-    return _compile(x, w, y, window, threads, memory, turned=False)
+    """``y[n, oh, ow, o]``: convolution of ``x[n, h, w, c]`` with ``w[r, r, c, o]``. Memory: ``forward_workspace``."""
+    return _compile(scheme, x, w, y, window, threads, memory, turned=False)
+
+
+def input_workspace(
+    scheme: Scheme, window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int
+) -> int:
+    turned = aligned(scheme.taps * scheme.taps * channels * outputs * itemsize)
+    own = turned if _is_small(channels, outputs, itemsize) else 0
+    return own + forward_workspace(scheme, window.turned, batch, outputs, channels, itemsize, threads)
 
 
 def compile_input_gradient(
-    w: np.ndarray, dy: np.ndarray, dx: np.ndarray, window: Window, threads: int, memory: np.ndarray
+    scheme: Scheme, w: np.ndarray, dy: np.ndarray, dx: np.ndarray, window: Window, threads: int, memory: np.ndarray
 ) -> Call:
-    """``dx[n, h, w, c]`` for a convolution with ``window``. Memory: ``forward_workspace`` of ``window.turned``, from o to c."""
-    return _compile(dy, w, dx, window.turned, threads, memory, turned=True)
+    """``dx[n, h, w, c]`` for a convolution with ``window``. Scheme: ``chosen_turned``; memory: ``input_workspace``."""
+    taps, _, channels, outputs = w.shape
+    if dx.size and dy.size and _is_small(channels, outputs, w.itemsize):
+        # Small products of a transposed operand take nearly twice the time; turning so small a filter takes next to none.
+        scratch = Scratch(memory)
+        turned = scratch.take((taps, taps, outputs, channels), w.dtype)
+        turn = partial(np.copyto, turned, w[::-1, ::-1].transpose(0, 1, 3, 2))
+        return sequence([turn, compile_forward(scheme, dy, turned, dx, window.turned, threads, scratch.rest())])
+    return _compile(scheme, dy, w, dx, window.turned, threads, memory, turned=True)
 
 
 def _compile(
-    x: np.ndarray, w: np.ndarray, y: np.ndarray, window: Window, threads: int, memory: np.ndarray, turned: bool
-) -> Call:
+    scheme: Scheme, x: np.ndarray, w: np.ndarray, y: np.ndarray, window: Window, threads: int, memory: np.ndarray,
+    turned: bool,
+) -> Call:  # fmt: skip
     channels, outputs = x.shape[3], y.shape[3]
     if x.size == 0 or y.size == 0:
         return partial(y.fill, 0)
+    size, columns = scheme.size, _tiles(window, scheme)[1]
+    bt, g, at = scheme.matrices(x.dtype)
     scratch = Scratch(memory)
-    u = scratch.take((4, 4, *w.shape[2:]), w.dtype)
-    transform = _transform_filter(w, u, threads, scratch.rest())
-    cut = _forward_pieces(window, x.shape[0], channels, outputs, x.itemsize, threads)
-    largest = max(_Grid.of(window).tiles(piece) for piece in cut) * outputs
+    u = scratch.take((size, size, *w.shape[2:]), w.dtype)
+    reversed_taps = np.ascontiguousarray(g[:, ::-1])
+    transform = _transform_filter(w, reversed_taps if turned else g, u, threads, scratch.rest())
+    matrices = u.transpose(0, 1, 3, 2) if turned else u
+    small = _is_small(channels, outputs, x.itemsize)
+    cut = _pieces(window, scheme, x.shape[0], channels, outputs, x.itemsize, threads, small)
+    most = math.prod(_largest(cut)) * columns
+    padding = (window.padding[0], window.padding[2])
     own = [
         (
-            _Tiles(x, window, cut, scratch),
-            scratch.take((4, largest), x.dtype),
-            scratch.take((largest,), x.dtype),
+            _Transformed(x, padding, columns, scheme.outputs, bt, cut, scratch),
+            scratch.take((size * most * outputs,), x.dtype),
+            scratch.take((size * scheme.outputs * most * outputs,), x.dtype),
         )
         for _ in range(threads)
     ]
-
-    def matrix(a: int, b: int) -> np.ndarray:
-        return u[_TURNED[a], _TURNED[b]].T if turned else u[a, b]
-
     items = []
     for piece in cut:
+        count, height = piece.last - piece.first, piece.bottom - piece.top
+        length = count * height * outputs
         row = []
-        for tiles, products, spare in own:
-            padded, calls = tiles.load(piece)
-            for a in range(4):
-                rows, call = tiles.row(padded, a)
-                calls.append(call)
-                results = []
-                for b in range(4):
-                    plane, call = tiles.position(rows, b)
-                    result = products[b, : len(plane) * outputs].reshape(-1, outputs)
-                    calls += [call, partial(np.matmul, plane, matrix(a, b), out=result)]
-                    results.append(result)
-                calls += _gather(results, a, y, window, piece, spare[: results[0].size])
+        for tiles, products_room, partial_room in own:
+            products = products_room[: size * columns * length].reshape(size, columns, length)
+            sums = partial_room[: scheme.outputs * products.size].reshape(size, scheme.outputs, columns, length)
+            calls = tiles.load(piece)
+            for a in range(size):
+                call, planes = tiles.row(a)
+                calls += [
+                    call,
+                    partial(np.matmul, planes, matrices[a], out=products.reshape(size, -1, outputs)),
+                    partial(np.matmul, at, products.transpose(1, 0, 2), out=sums[a].transpose(1, 0, 2)),
+                ]
+            sums = sums.reshape(size, scheme.outputs, columns, count, height, outputs)
+            calls += _gather(sums, at, y[piece.first : piece.last], piece.top)
             row.append(sequence(calls))
         items.append(row)
     return sequence([transform, free_shares(items)])
 
 
-def _gather(
-    products: list[np.ndarray], a: int, y: np.ndarray, window: Window, piece: Piece, spare: np.ndarray
-) -> list[Call]:
-    """Add A^T m A's terms of row ``a`` to the outputs; ``products`` are its four columns and are used up."""
-    grid = _Grid.of(window)
-    shape = (piece.last - piece.first, piece.bottom - piece.top, grid.columns, y.shape[3])
-    first, second, third, fourth = products
-    even = spare.reshape(first.shape)
-    calls: list[Call] = [
-        partial(np.add, first, second, out=even),
-        partial(np.add, even, third, out=even),
-        partial(np.subtract, second, third, out=second),
-        partial(np.subtract, second, fourth, out=second),
-    ]
-    for j, column in enumerate((even, second)):
-        values = column.reshape(shape)
-        for i in range(2):
-            if (i, a) in ((0, 3), (1, 0)):
-                continue  # A^T is zero there
-            rows = y[piece.first : piece.last, 2 * piece.top + i : 2 * piece.bottom : 2, j::2]
-            part = values[:, : rows.shape[1], : rows.shape[2]]
-            if rows.size == 0:
-                continue
-            if a == i:  # the first term of this output
-                calls.append(partial(np.copyto, rows, part))
-            else:
-                calls.append(partial(np.subtract if i and a > 1 else np.add, rows, part, out=rows))
+def _gather(sums: np.ndarray, at: np.ndarray, y: np.ndarray, top: int) -> list[Call]:
+    """``y`` from ``sums[a, j, tile column, image, tile row, o]``: A^T over a; outputs that stand over are not computed."""
+    outputs = len(at)
+    columns, _, height = sums.shape[2:5]
+    calls: list[Call] = []
+    for rows, down in _whole_and_last(top, top + height, outputs, y.shape[1]):
+        for across, right in _whole_and_last(0, columns, outputs, y.shape[2]):
+            part = sums[:, :right, across, :, slice(rows.start - top, rows.stop - top)]
+            tall, wide = rows.stop - rows.start, across.stop - across.start
+            target = y[
+                :,
+                rows.start * outputs : rows.start * outputs + tall * down,
+                across.start * outputs : across.start * outputs + wide * right,
+            ].reshape(len(y), tall, down, wide, right, y.shape[3])
+            calls.append(
+                partial(np.matmul, at[:down], part.transpose(1, 2, 3, 4, 0, 5), out=target.transpose(4, 3, 0, 1, 2, 5))
+            )
     return calls
 
 
-def filter_workspace(window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int) -> int:
-    cut = _filter_pieces(window, batch, channels, outputs, itemsize, threads)
-    grid = _Grid.of(window)
-    padded = max(((piece.last - piece.first) * (piece.bottom - piece.top) for piece in cut), default=0)
-    dy = padded * 4 * grid.columns * outputs
-    plane = max((grid.tiles(piece) for piece in cut), default=0) * outputs
-    own = _Tiles.nbytes(window, channels, itemsize, cut)
-    own += sum(aligned(size * itemsize) for size in (dy, dy // 2, plane, channels * outputs))
-    return threads * (own + aligned(16 * channels * outputs * itemsize))
+def _whole_and_last(start: int, stop: int, step: int, limit: int) -> list[tuple[slice, int]]:
+    """Tiles [start, stop) along one axis as those that lie within ``limit`` and one that stands over, with the outputs of each."""
+    whole = min(stop, limit // step)
+    parts = [(slice(start, whole), step), (slice(whole, stop), limit - whole * step)]
+    return [(tiles, outputs) for tiles, outputs in parts if tiles.start < tiles.stop]
 
 
-def _filter_pieces(window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int) -> list[Piece]:
-    return _Grid.of(window).pieces(batch, (channels + outputs) * itemsize, threads, PLANE_BYTES)
+def filter_workspace(
+    scheme: Scheme, window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int
+) -> int:
+    cut = _pieces(window, scheme, batch, channels, outputs, itemsize, threads)
+    size, m, columns = scheme.size, scheme.outputs, _tiles(window, scheme)[1]
+    own = _Transformed.nbytes(channels, columns, m, (size, size), itemsize, cut)
+    own += _Transformed.nbytes(outputs, columns, m, (size, m), itemsize, cut)
+    products = size * channels * outputs * itemsize
+    collecting = _filter_transform_bytes(scheme, channels, outputs, itemsize, threads)
+    return threads * (own + aligned(products) + aligned(size * products)) + collecting
 
 
 def compile_filter_gradient(
-    x: np.ndarray, dy: np.ndarray, dw: np.ndarray, window: Window, threads: int, memory: np.ndarray
+    scheme: Scheme, x: np.ndarray, dy: np.ndarray, dw: np.ndarray, window: Window, threads: int, memory: np.ndarray
 ) -> Call:
-    """``dw[3, 3, c, o]``. The same sum every time."""
+    """``dw[r, r, c, o]``. The same sum every time."""
     channels, outputs = x.shape[3], dy.shape[3]
     if x.size == 0 or dy.size == 0:
         return partial(dw.fill, 0)
-    cut = _filter_pieces(window, x.shape[0], channels, outputs, x.itemsize, threads)
-    grid = _Grid.of(window)
-    padded_size = (
-        max((piece.last - piece.first) * (piece.bottom - piece.top) for piece in cut) * 4 * grid.columns * outputs
-    )
-    plane_size = max(grid.tiles(piece) for piece in cut) * outputs
+    cut = _pieces(window, scheme, x.shape[0], channels, outputs, x.itemsize, threads)
+    size, m, columns = scheme.size, scheme.outputs, _tiles(window, scheme)[1]
+    bt, g, at = scheme.matrices(x.dtype)
+    spread = np.ascontiguousarray(at.T)
+    padding = (window.padding[0], window.padding[2])
     scratch = Scratch(memory)
     shares: list[list[Call]] = []
     totals: list[np.ndarray] = []
     for start, stop in split(len(cut), threads):
-        tiles = _Tiles(x, window, cut, scratch)
-        gradients = scratch.take((padded_size,), x.dtype)
-        row_room = scratch.take((padded_size // 2,), x.dtype)
-        plane_room = scratch.take((plane_size,), x.dtype)
-        product = scratch.take((channels, outputs), x.dtype)
-        total = scratch.take((4, 4, channels, outputs), x.dtype)
+        tiles = _Transformed(x, padding, columns, m, bt, cut, scratch)
+        gradients = _Transformed(dy, (0, 0), columns, m, spread, cut, scratch)
+        product = scratch.take((size, channels, outputs), x.dtype)
+        total = scratch.take((size, size, channels, outputs), x.dtype)
         share: list[Call] = []
         for position, piece in enumerate(cut[start:stop]):
-            padded, calls = tiles.load(piece)
-            share += calls
-            count, height = piece.last - piece.first, piece.bottom - piece.top
-            shape = (count, 2 * height, 2 * grid.columns, outputs)
-            dpadded = gradients[: int(np.prod(shape))].reshape(shape)
-            share += padded_rows(dy[piece.first : piece.last], 2 * piece.top, 0, dpadded)
-            drows = row_room[: dpadded.size // 2].reshape(count, height, 2 * grid.columns, outputs)
-            dplane = plane_room[: drows.size // 2].reshape(count, height, grid.columns, outputs)
-            for a in range(4):
-                rows, call = tiles.row(padded, a)
-                share += [call, _spread([dpadded[:, 0::2], dpadded[:, 1::2]], a, drows)]
-                for b in range(4):
-                    plane, call = tiles.position(rows, b)
-                    share += [call, _spread([drows[:, :, 0::2], drows[:, :, 1::2]], b, dplane)]
-                    into = product if position else total[a, b]
-                    share.append(partial(np.matmul, plane.T, dplane.reshape(-1, outputs), out=into))
-                    if position:
-                        share.append(partial(np.add, total[a, b], product, out=total[a, b]))
+            share += tiles.load(piece) + gradients.load(piece)
+            for a in range(size):
+                call, planes = tiles.row(a)
+                also, dplanes = gradients.row(a)
+                into = product if position else total[a]
+                share += [call, also, partial(np.matmul, planes.transpose(0, 2, 1), dplanes, out=into)]
+                if position:
+                    share.append(partial(np.add, total[a], product, out=total[a]))
         shares.append(share)
         totals.append(total)
-    return sequence([fixed_shares(shares), _collect(totals, dw, threads)])
+    return sequence([fixed_shares(shares), _collect(totals, np.ascontiguousarray(g.T), dw, threads, scratch.rest())])
 
 
-def _collect(totals: list[np.ndarray], dw: np.ndarray, threads: int) -> Call:
-    """``dw`` = G^T (sum of ``totals``) G, which uses the totals up."""
-    channels, outputs = dw.shape[2:]
-    half = dw.dtype.type(0.5)
+def _collect(totals: list[np.ndarray], gt: np.ndarray, dw: np.ndarray, threads: int, memory: np.ndarray) -> Call:
+    """``dw`` = G^T (sum of ``totals``) G, which uses the totals up. ``memory``: ``_filter_transform_bytes``."""
+    (taps, size), (channels, outputs) = gt.shape, dw.shape[2:]
+    rows = _filter_rows(size, channels, outputs, dw.itemsize)
+    scratch = Scratch(memory)
+    spare = [scratch.take((size * taps * rows * outputs,), dw.dtype) for _ in range(threads)]
     items = []
-    for start, stop in split(channels, max(threads, -(-channels // _filter_rows(channels, outputs, dw.itemsize)))):
+    for start, stop in split(channels, max(threads, -(-channels // rows))):
         own = totals[0][:, :, start:stop]
-        calls: list[Call] = [partial(np.add, own, other[:, :, start:stop], out=own) for other in totals[1:]]
-        calls += _apply_gt([own[a] for a in range(4)], half)
-        calls += _apply_gt([own[:3, b] for b in range(4)], half)
-        calls.append(partial(np.copyto, dw[:, :, start:stop], own[:3, :3]))
-        items.append([sequence(calls)] * threads)
+        length = (stop - start) * outputs
+        row = []
+        for room in spare:
+            half = room[: size * taps * length].reshape(size, taps, length)
+            calls: list[Call] = [partial(np.add, own, other[:, :, start:stop], out=own) for other in totals[1:]]
+            calls += [
+                partial(np.matmul, gt, own.reshape(size, size, length), out=half),
+                partial(
+                    np.matmul,
+                    gt,
+                    half.transpose(1, 0, 2),
+                    out=dw[:, :, start:stop].reshape(taps, taps, length).transpose(1, 0, 2),
+                ),
+            ]
+            row.append(sequence(calls))
+        items.append(row)
     return free_shares(items)
-
-
-def _apply_gt(four: list[np.ndarray], half: np.generic) -> list[Call]:
-    """G^T times four arrays, into the first three; the last is used up."""
-    first, second, third, fourth = four
-    return [
-        partial(np.multiply, second, half, out=second),
-        partial(np.multiply, third, half, out=third),
-        partial(np.add, first, second, out=first),
-        partial(np.add, first, third, out=first),
-        partial(np.add, fourth, second, out=fourth),
-        partial(np.add, fourth, third, out=fourth),
-        partial(np.subtract, second, third, out=second),
-        partial(np.copyto, third, fourth),
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -11,8 +12,19 @@ import numpy as np
 import pytest
 
 from runtime.errors import ShapeError
-from runtime.kernels import blas, convolution, elementwise, matmul, normalization, parallel, pooling, winograd
+from runtime.kernels import (
+    blas,
+    convolution,
+    elementwise,
+    matmul,
+    normalization,
+    parallel,
+    pooling,
+    toom_cook,
+    winograd,
+)
 from runtime.kernels.scratch import Scratch
+from runtime.kernels.toom_cook import Scheme
 from runtime.kernels.window import Window, make_window
 
 THREADS = (1, 2, 3)
@@ -87,18 +99,32 @@ def test_convolution_and_its_gradients(padding, piece_bytes: int, monkeypatch: p
             np.testing.assert_allclose(got, unpadded(padded, x, window), 1e-10, 1e-10)
 
 
-@pytest.mark.parametrize("plane_bytes", [1 << 20, 3000], ids=["whole-images", "some-rows"])
+@pytest.mark.parametrize("size", toom_cook.SIZES)
+def test_minimal_filtering_is_the_filter(size: int) -> None:
+    generator = np.random.default_rng(size)
+    for taps in range(2, size):
+        scheme = Scheme(size - taps + 1, taps)
+        data, filter_ = generator.normal(size=size), generator.normal(size=taps)
+        bt, g, at = scheme.matrices(np.dtype(np.float64))
+        np.testing.assert_allclose(at @ ((g @ filter_) * (bt @ data)), np.correlate(data, filter_), 1e-11, 1e-11)
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 3000], ids=["whole-images", "some-rows"])
 @pytest.mark.parametrize("padding", ["VALID", "SAME", (0, 2, 1, 0), (2, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("scheme", [Scheme(2, 3), Scheme(3, 3), Scheme(4, 3), Scheme(5, 3), Scheme(3, 5)], ids=str)
 def test_winograds_convolution_is_the_direct_one(
-    padding: Any, plane_bytes: int, monkeypatch: pytest.MonkeyPatch
+    scheme: Scheme, padding: Any, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(winograd, "PLANE_BYTES", plane_bytes)
-    monkeypatch.setattr(winograd, "FILTER_BYTES", plane_bytes)
+    for name in ("PIECE_BYTES", "FILTER_BYTES"):
+        monkeypatch.setattr(winograd, name, piece_bytes)
     generator = np.random.default_rng(2)
-    channels, outputs = 5, 4
-    for batch, height, width in ((1, 7, 9), (5, 12, 11), (3, 4, 5), (2, 3, 3), (0, 6, 6)):
-        window = make_window(height, width, (3, 3), (1, 1), padding)
-        x, w = generator.normal(size=(batch, height, width, channels)), generator.normal(size=(3, 3, channels, outputs))
+    channels, outputs, taps = 5, 4, scheme.taps
+    for batch, height, width in ((1, 7, 9), (5, 12, 11), (3, 5, 6), (2, 5, 5), (0, 6, 6)):
+        window = make_window(height, width, (taps, taps), (1, 1), padding)
+        x, w = (
+            generator.normal(size=(batch, height, width, channels)),
+            generator.normal(size=(taps, taps, channels, outputs)),
+        )
         dy = generator.normal(size=(batch, window.out_height, window.out_width, outputs))
         y, dw, dx = undefined(dy.shape), undefined(w.shape), undefined(x.shape)
         sizes = (window, batch, channels)
@@ -110,30 +136,59 @@ def test_winograds_convolution_is_the_direct_one(
         convolution.compile_input_gradient(w, dy, dx, window, 1, memory)()
         for threads in THREADS:
             got = undefined(y.shape)
-            memory = rubbish(winograd.forward_workspace(*sizes, outputs, 8, threads))
-            winograd.compile_forward(x, w, got, window, threads, memory)()
+            memory = rubbish(winograd.forward_workspace(scheme, *sizes, outputs, 8, threads))
+            winograd.compile_forward(scheme, x, w, got, window, threads, memory)()
             np.testing.assert_allclose(got, y, 1e-10, 1e-10)
             got = undefined(w.shape)
-            memory = rubbish(winograd.filter_workspace(*sizes, outputs, 8, threads))
-            winograd.compile_filter_gradient(x, dy, got, window, threads, memory)()
+            memory = rubbish(winograd.filter_workspace(scheme, *sizes, outputs, 8, threads))
+            winograd.compile_filter_gradient(scheme, x, dy, got, window, threads, memory)()
             np.testing.assert_allclose(got, dw, 1e-10, 1e-10)
             got = undefined(x.shape)
-            memory = rubbish(winograd.forward_workspace(window.turned, batch, outputs, channels, 8, threads))
-            winograd.compile_input_gradient(w, dy, got, window, threads, memory)()
+            memory = rubbish(winograd.input_workspace(scheme, *sizes, outputs, 8, threads))
+            winograd.compile_input_gradient(scheme, w, dy, got, window, threads, memory)()
             np.testing.assert_allclose(got, dx, 1e-10, 1e-10)
 
 
+def test_winograds_rounding_errors_stay_near_the_direct_sums() -> None:
+    generator = np.random.default_rng(3)
+    window = make_window(15, 15, (3, 3), (1, 1), "SAME")
+    x = np.maximum(generator.normal(size=(2, 15, 15, 96)), 0).astype(np.float32)
+    w = (generator.normal(size=(3, 3, 96, 32)) / 29).astype(np.float32)
+    exact = undefined((2, 15, 15, 32))
+    memory = rubbish(convolution.forward_workspace(window, 2, 96, 8, 1))
+    convolution.compile_forward(x.astype(np.float64), w.reshape(-1, 32).astype(np.float64), exact, window, 1, memory)()
+
+    def error(run: Callable[[np.ndarray], None]) -> float:
+        got = undefined(exact.shape, np.float32)
+        run(got)
+        return float(np.sqrt(np.mean((got - exact) ** 2)))
+
+    memory = rubbish(convolution.forward_workspace(window, 2, 96, 4, 1))
+    direct = error(lambda got: convolution.compile_forward(x, w.reshape(-1, 32), got, window, 1, memory)())
+    for size in toom_cook.SIZES:
+        scheme = Scheme(size - 2, 3)
+        room = rubbish(winograd.forward_workspace(scheme, window, 2, 96, 32, 4, 1))
+        run = functools.partial(winograd.compile_forward, scheme, x, w)
+        assert error(lambda got, run=run, room=room: run(got, window, 1, room)()) < 16 * direct
+
+
 def test_winograds_scheme_is_taken_where_it_pays() -> None:
-    for size, kernel, stride, padding, channels, taken in (
-        (13, 3, 1, "SAME", 256, True),
-        (13, 3, 1, "SAME", 32, False),
-        (13, 3, 2, "SAME", 256, False),
-        (13, 5, 1, "SAME", 256, False),
-        (3, 3, 1, "VALID", 256, False),  # one output of a tile's four
-        (13, 3, 1, (3, 3, 3, 3), 256, False),
+    for size, kernel, stride, padding, channels, scheme in (
+        (13, 3, 1, "SAME", 256, Scheme(5, 3)),
+        (56, 3, 1, "SAME", 256, Scheme(4, 3)),
+        (27, 5, 1, "SAME", 64, Scheme(3, 5)),
+        (13, 3, 1, "SAME", 4, None),
+        (13, 3, 2, "SAME", 256, None),
+        (13, 1, 1, "SAME", 256, None),
+        (13, 11, 1, "SAME", 256, None),
+        (3, 3, 1, "VALID", 256, None),  # one output of a tile's four
+        (13, 3, 1, (3, 3, 3, 3), 256, None),
     ):
         window = make_window(size, size, (kernel, kernel), (stride, stride), padding)
-        assert winograd.applies(window, channels, 128) is taken
+        assert winograd.chosen(window, 32, channels, channels) == scheme
+        assert (winograd.chosen_turned(window, 32, channels, channels) is None) == (scheme is None)
+    window = make_window(13, 13, (3, 3), (1, 1), "SAME")
+    assert winograd.chosen(window, 1, 1024, 1024) is None  # the filter's transform costs more than one image saves
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 19, 300], ids=["whole-images", "some-rows"])
