@@ -78,7 +78,8 @@ def ours(transport: str, what: str, workers: int, batch: int, steps: int) -> Ite
 @contextlib.contextmanager
 def tensorflow(settings: Mapping[str, str], what: str, workers: int, batch: int, steps: int) -> Iterator[Contender]:
     """The same job in TensorFlow, its processes with ``settings`` in their environment."""
-    cluster = {"ps": free_addresses(1), "worker": free_addresses(workers)}
+    address, *others = free_addresses(1 + workers)
+    cluster = {"ps": [address], "worker": others}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VERBFLOW_")}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT), **settings}
     with contextlib.ExitStack() as stack:

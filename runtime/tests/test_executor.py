@@ -1,6 +1,7 @@
 """The executor against a naive interpreter, in parts that exchange tensors, and what it does when things go wrong."""
 
 import gc
+import re
 import threading
 import time
 
@@ -303,7 +304,7 @@ def test_a_release_that_never_comes_is_a_deadline_error():
     first.arrive("x0:0", np.zeros(4, F32))
     thread.join()
     with pytest.raises(
-        DeadlineError, match=r"1 tensors sent in the step before are still being read: no answer for 0\.\d"
+        DeadlineError, match=r"1 tensors sent in the step before are still being read: no answer for \d+\.\d s"
     ):
         executor.run(2, Held(), {}, Deadline.after(0.1))
     assert executor.broken
@@ -322,8 +323,10 @@ def test_a_recv_that_never_comes_names_tensor_peer_path_and_time():
     rendezvous = Named()
     with pytest.raises(DeadlineError) as caught:
         executor.run(1, rendezvous, {}, Deadline.after(0.2))
-    assert str(caught.value) == (
-        f"Recv of x0:0 from {A} over verbs (and 1 more): no answer for 0.2 s; the last heartbeat of {A} was 31.2 s ago"
+    assert re.fullmatch(
+        rf"Recv of x0:0 from {A} over verbs \(and 1 more\): no answer for \d+\.\d s; "
+        rf"the last heartbeat of {A} was 31\.2 s ago",
+        str(caught.value),
     )
     assert rendezvous.reason is caught.value
     with pytest.raises(UnknownGraphError, match="register the graph again"):
@@ -338,7 +341,7 @@ def test_a_lost_peer_fails_the_step_with_what_was_awaited():
     rendezvous.demands["x0:0"][0].set_exception(PeerLostError("connection reset"))
     thread.join()
     assert type(outcome[0]) is PeerLostError
-    assert f"Recv of x0:0 from {A} failed after 0.0 s: connection reset" in str(outcome[0])
+    assert re.search(rf"Recv of x0:0 from {A} failed after \d+\.\d s: connection reset", str(outcome[0]))
     assert "connection reset" in executor.broken
     executor.close()
 
@@ -455,7 +458,7 @@ def test_an_asynchronous_op_that_does_not_end_is_named_and_withdrawn():
         x = ops.placeholder((3,), F32, name="x")
         put = queue_ops.enqueue("q", x, 2)
     engine = LocalEngine(graph)
-    with pytest.raises(DeadlineError, match=r"wanted waits for a tensor in queue q: no answer for 0\.\d"):
+    with pytest.raises(DeadlineError, match=r"wanted waits for a tensor in queue q: no answer for \d+\.\d s"):
         engine.run([got], None, Deadline.after(0.05))
     # The question was withdrawn, so the next tensor goes to the next who asks.
     value = np.arange(3, dtype=F32)
@@ -485,7 +488,7 @@ def test_spans_of_a_step_sum_to_its_time():
     rendezvous = Held()
     start = time.monotonic_ns()
     thread, _ = started(executor, rendezvous)
-    time.sleep(0.02)
+    time.sleep(0.5)  # much more than is asked for below: the executor may lose the CPU before it notes that it waits
     rendezvous.arrive("x0:0", np.zeros(4, F32))
     thread.join()
     end = time.monotonic_ns()
