@@ -82,11 +82,14 @@ def test_a_synchronous_job_equals_one_process(tmp_path: Path) -> None:
 
 def test_synchronous_and_asynchronous_jobs_learn_the_digits(tmp_path: Path) -> None:
     """1 parameter server and 2 workers as processes: over 97 % either way, and within 1 % of each other."""
-    lines, path = train(tmp_path / "sync", 2, ["--sync", "sync", "--batch", "16", "--steps", "600"])
-    assert [line["global_step"] for line in lines] == [600, 600]
+    # At 0.05 asynchronous training, whose gradients are a step or two old, ends between 96.9 % and 98.3 %; at 0.02 it varies
+    # by an image.
+    rate = ["--rate", "0.02"]
+    lines, path = train(tmp_path / "sync", 2, ["--sync", "sync", "--batch", "16", "--steps", "800", *rate])
+    assert [line["global_step"] for line in lines] == [800, 800]
     together = accuracy(path)
-    lines, path = train(tmp_path / "async", 2, ["--batch", "32", "--steps", "300"])
-    assert max(line["global_step"] for line in lines) == 600
+    lines, path = train(tmp_path / "async", 2, ["--batch", "32", "--steps", "400", *rate])
+    assert max(line["global_step"] for line in lines) == 800
     hogwild = accuracy(path)
     assert together > 0.97 and hogwild > 0.97
     assert abs(together - hogwild) <= 0.01
