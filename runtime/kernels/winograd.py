@@ -1,4 +1,4 @@
-"""Convolution of stride 1 by Winograd's minimal filtering (``toom_cook``) in two dimensions.
+"""Convolution by Winograd's minimal filtering (``toom_cook``) in two dimensions.
 
 A tile of n x n pixels gives m x m outputs of an r x r filter by n x n multiplications instead of (m r)^2. Tiles d, the filter w
 and the products are transformed by
@@ -13,6 +13,8 @@ The transforms are matrix products too, of a tiny matrix and a wide one: for row
 tiles that lie at the same column of any image do, because tiles are kept in the order (tile column, image, tile row). OpenBLAS has
 kernels for small products that copy no operand, and so nearly reach the speed of its large ones; additions by numpy, a call a
 coefficient, took two to three times as long.
+
+All this is for stride 1. Larger strides are folded away first (``folding``).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from functools import partial
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from runtime.kernels import blas
+from runtime.kernels import blas, folding
 from runtime.kernels.matmul import SMALL_PRODUCT, UNPACKED_CORES
 from runtime.kernels.padding import padded_rows
 from runtime.kernels.parallel import Call, fixed_shares, free_shares, sequence, split
@@ -38,8 +40,9 @@ PIECE_BYTES = 2 << 20
 FILTER_BYTES = 1 << 19
 # Small products of fewer tiles than these are not worth it: every piece of work reads the whole of U.
 _FEW_TILES = 48
-# What transforming a number of a tile, of the filter, or of a copied patch costs, in multiplications of a large product. Measured.
-_TILE_COST, _FILTER_COST, _PATCH_COST = 50, 75, 17
+# What transforming a number of a tile or of the filter costs, and copying one of a patch or of a folded image, in multiplications
+# of a large product. Measured.
+_TILE_COST, _FILTER_COST, _PATCH_COST, _FOLD_COST = 50, 75, 17, 85
 # Below this share of the direct way's cost a scheme is taken.
 _WORTH = 0.85
 
@@ -47,12 +50,17 @@ _WORTH = 0.85
 @functools.lru_cache(maxsize=1024)
 def chosen(window: Window, batch: int, channels: int, outputs: int) -> Scheme | None:
     """The scheme that costs least, or None where the direct way does or no scheme fits."""
+    kernel = window.kernel[0] * window.kernel[1]
+    direct = batch * window.out_height * window.out_width * kernel * channels * (outputs + _PATCH_COST)
+    before = 0
+    if folding.is_foldable(window):
+        channels *= window.stride[0] * window.stride[1]
+        window = folding.folded(window)
+        before = batch * window.height * window.width * channels * _FOLD_COST
     taps = window.kernel[0]
     if window.kernel != (taps, taps) or window.stride != (1, 1) or max(window.padding) >= taps or taps < 2:
         return None
-    positions = batch * window.out_height * window.out_width
-    direct = positions * taps * taps * channels * (outputs + _PATCH_COST)
-    best, least = None, _WORTH * direct
+    best, least = None, _WORTH * direct - before
     for size in SIZES:
         scheme = Scheme(size - taps + 1, taps)
         if scheme.outputs < 2:
@@ -193,6 +201,11 @@ def _pieces(
 def forward_workspace(
     scheme: Scheme, window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int
 ) -> int:
+    if window.stride != (1, 1):
+        own = folding.filter_workspace(window, channels, outputs, itemsize)
+        own += folding.images_workspace(window, batch, channels, itemsize, threads)
+        channels *= window.stride[0] * window.stride[1]
+        return own + forward_workspace(scheme, folding.folded(window), batch, channels, outputs, itemsize, threads)
     small = _is_small(channels, outputs, itemsize)
     cut = _pieces(window, scheme, batch, channels, outputs, itemsize, threads, small)
     size, columns = scheme.size, _tiles(window, scheme)[1]
@@ -208,6 +221,12 @@ def compile_forward(
     scheme: Scheme, x: np.ndarray, w: np.ndarray, y: np.ndarray, window: Window, threads: int, memory: np.ndarray
 ) -> Call:
     """``y[n, oh, ow, o]``: convolution of ``x[n, h, w, c]`` with ``w[r, r, c, o]``. Memory: ``forward_workspace``."""
+    if window.stride != (1, 1) and x.size and y.size:
+        scratch = Scratch(memory)
+        fold_filter, w = folding.fold_filter(w, window, scratch)
+        fold_images, x = folding.fold_images(x, window, threads, scratch)
+        inner = _compile(scheme, x, w, y, folding.folded(window), threads, scratch.rest(), turned=False)
+        return sequence([fold_filter, fold_images, inner])
     return _compile(scheme, x, w, y, window, threads, memory, turned=False)
 
 
@@ -312,6 +331,11 @@ def _whole_and_last(start: int, stop: int, step: int, limit: int) -> list[tuple[
 def filter_workspace(
     scheme: Scheme, window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int
 ) -> int:
+    if window.stride != (1, 1):
+        own = folding.filter_workspace(window, channels, outputs, itemsize)
+        own += folding.images_workspace(window, batch, channels, itemsize, threads)
+        channels *= window.stride[0] * window.stride[1]
+        return own + filter_workspace(scheme, folding.folded(window), batch, channels, outputs, itemsize, threads)
     cut = _pieces(window, scheme, batch, channels, outputs, itemsize, threads)
     size, m, columns = scheme.size, scheme.outputs, _tiles(window, scheme)[1]
     own = _Transformed.nbytes(channels, columns, m, (size, size), itemsize, cut)
@@ -328,6 +352,12 @@ def compile_filter_gradient(
     channels, outputs = x.shape[3], dy.shape[3]
     if x.size == 0 or dy.size == 0:
         return partial(dw.fill, 0)
+    if window.stride != (1, 1):
+        scratch = Scratch(memory)
+        unfold, folded = folding.unfold_filter(dw, window, scratch)
+        fold, x = folding.fold_images(x, window, threads, scratch)
+        window, rest = folding.folded(window), scratch.rest()
+        return sequence([fold, compile_filter_gradient(scheme, x, dy, folded, window, threads, rest), unfold])
     cut = _pieces(window, scheme, x.shape[0], channels, outputs, x.itemsize, threads)
     size, m, columns = scheme.size, scheme.outputs, _tiles(window, scheme)[1]
     bt, g, at = scheme.matrices(x.dtype)
