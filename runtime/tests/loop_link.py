@@ -4,8 +4,10 @@ transfers and no descriptor to sleep on, and notices a protocol that breaks its 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +17,6 @@ import numpy as np
 from runtime.deadline import Deadline
 from runtime.errors import CorruptMessageError, PeerLostError
 from runtime.memory.arena import Arena
-from runtime.tensor import byte_view
 from runtime.testing import Shelf
 from runtime.transport.base import Availability, Options
 from runtime.transport.onesided.channel import OneSidedChannel
@@ -44,6 +45,7 @@ class LoopLink(Link):
         self.guard = threading.Lock()
         self.inbox: deque[Completion] = deque()
         self.posted: deque[Completion] = deque()  # complete one a poll
+        self.held: deque[weakref.ref[Any] | None] = deque()  # the memory of each: it must live as long
         self.violations: list[str] = []
         self.longest = 0
         self.closed = False
@@ -71,13 +73,14 @@ class LoopLink(Link):
             if len(other.inbox) > self.depth:
                 other.violations.append(f"{len(other.inbox)} messages for {self.depth} credits")
 
-    def _post(self, completion: Completion | None) -> None:
+    def _post(self, completion: Completion | None, local: np.ndarray | None = None) -> None:
         if self.closed:
             raise PeerLostError("the loop is closed")
         if completion is not None:
             if len(self.posted) >= self.max_inflight:
                 raise BlockingIOError("send queue full")
             self.posted.append(completion)
+            self.held.append(None if local is None else _watched(local))
 
     def _remote(self, region: Region) -> np.ndarray:
         memory = self.other.transport.memory(region.key)
@@ -97,7 +100,7 @@ class LoopLink(Link):
         self.region(local)
         if local.nbytes > self.max_transfer or local.nbytes != remote.nbytes:
             self.other.violations.append(f"write of {local.nbytes} to {remote.nbytes}")
-        self._post(Completion(Op.WRITTEN, tag, 0, None, None) if signalled else None)
+        self._post(Completion(Op.WRITTEN, tag, 0, None, None) if signalled else None, local)
         if local.nbytes:
             self._remote(remote)[:] = local
         if imm is not None:
@@ -107,7 +110,7 @@ class LoopLink(Link):
         self.region(local)
         if local.nbytes > self.max_transfer or local.nbytes != remote.nbytes:
             self.other.violations.append(f"read of {remote.nbytes} into {local.nbytes}")
-        self._post(Completion(Op.READ, tag, 0, None, None))
+        self._post(Completion(Op.READ, tag, 0, None, None), local)
         local[:] = self._remote(remote)
 
     def allocate(self, nbytes: int) -> np.ndarray:
@@ -122,6 +125,9 @@ class LoopLink(Link):
         found = []
         if self.posted:
             found.append(self.posted.popleft())
+            held = self.held.popleft()
+            if held is not None and held() is None:
+                self.other.violations.append(f"memory given up before {found[0].op.name} was complete")
         with self.guard:
             while self.inbox and len(found) < n:
                 found.append(self.inbox.popleft())
@@ -158,10 +164,8 @@ class LoopTransport(OneSidedTransport):
 
     def register(self, buffer: np.ndarray) -> int:
         key = next(self._keys)
-        # The bytes without their owner, or the cache would never see it die.
-        self.foreign[key] = (
-            np.frombuffer(byte_view(buffer).data, np.uint8) if buffer.flags.owndata else byte_view(buffer)
-        )
+        # The addresses and nothing that keeps what lies there alive: an adapter does not either.
+        self.foreign[key] = np.ctypeslib.as_array((ctypes.c_uint8 * buffer.nbytes).from_address(_address(buffer)))
         return key
 
     def deregister(self, key: int) -> None:
@@ -229,3 +233,13 @@ def loop(prefers: str = "write", *, arena_bytes: int = 8 << 20, **params: Any) -
 
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+def _watched(local: np.ndarray) -> weakref.ref[Any] | None:
+    owner: Any = local
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    try:
+        return weakref.ref(owner)
+    except TypeError:  # a memoryview of the arena, which outlives everything
+        return None

@@ -49,7 +49,8 @@ class Endpoint:
         self._report_at = max(2, transport.settings.depth // 4)  # in a message that goes anyway
         self._due_at = 2 * self._report_at  # in one of its own
         self._outbox: deque[Callable[[], bool]] = deque()
-        self._flights: dict[int, Done] = {}  # tag of a post -> what to do when it is complete
+        # Tag of a post -> the transfer that it completes, which keeps the memory alive until then: a NIC reads it when it likes.
+        self._flights: dict[int, Transfer] = {}
         self._next_tag = 0
         self._after: list[Action] = []
         self._reason: BaseException | None = None  # why nothing goes through any more
@@ -234,9 +235,9 @@ class Endpoint:
         if self._outbox or not job():
             self._outbox.append(job)
 
-    def _tag(self, done: Done) -> int:
+    def _tag(self, transfer: Transfer) -> int:
         self._next_tag += 1
-        self._flights[self._next_tag] = done
+        self._flights[self._next_tag] = transfer
         return self._next_tag
 
     def _try_send(self, message: bytes | bytearray) -> bool:
@@ -289,9 +290,9 @@ class Endpoint:
                 if self._reason is None:
                     self._immediate(imm)
             else:
-                done = self._flights.pop(tag, None)
-                if done is not None:
-                    done(error)
+                transfer = self._flights.pop(tag, None)
+                if transfer is not None:
+                    transfer.done(error)
                 if error is not None:
                     raise error
 

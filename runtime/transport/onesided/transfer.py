@@ -19,7 +19,10 @@ RESERVE = 1
 
 
 class Transfer:
-    """A write or read, posted in pieces no longer than the link and ``chunk_bytes`` allow; only the last is signalled."""
+    """A write or read, posted in pieces no longer than the link and ``chunk_bytes`` allow; only the last is signalled.
+
+    The endpoint keeps it, and so ``local``, until the last piece is complete: what is posted may be done later.
+    """
 
     __slots__ = ("done", "endpoint", "imm", "local", "offset", "piece", "remote")
 
@@ -43,7 +46,7 @@ class Transfer:
             self.offset += self.piece
         if endpoint._credits <= RESERVE:
             return False
-        tag = endpoint._tag(self.done)
+        tag = endpoint._tag(self)
         try:
             link.post_write(*self._slice(size - self.offset), imm=self.imm, tag=tag)
         except BaseException as error:
@@ -59,12 +62,11 @@ class Transfer:
         endpoint, size = self.endpoint, len(self.local)
         while self.offset < size:
             piece = min(self.piece, size - self.offset)
-            last = self.offset + piece == size
-            tag = endpoint._tag(self.done if last else _ignore)
+            tag = endpoint._tag(self) if self.offset + piece == size else 0  # 0: nothing waits for it
             try:
                 endpoint.link.post_read(*self._slice(piece), tag=tag)
             except BaseException as error:
-                del endpoint._flights[tag]
+                endpoint._flights.pop(tag, None)
                 if isinstance(error, BlockingIOError):
                     return False
                 raise
@@ -75,7 +77,3 @@ class Transfer:
         if nbytes == len(self.local):
             return self.local, self.remote
         return self.local[self.offset : self.offset + nbytes], self.remote.slice(self.offset, nbytes)
-
-
-def _ignore(error: BaseException | None) -> None:
-    return
