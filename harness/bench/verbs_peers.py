@@ -5,13 +5,13 @@
 Two real processes. Within a round the variants take turns, so drift hits all alike; reported are medians over the rounds and
 ratios of medians. On emulated soft-RoCE only the ratios mean anything.
 
-====================  ==========================================  =====================================================
+====================  ==========================================  =======================================================
 ours                  against                                     what
-====================  ==========================================  =====================================================
+====================  ==========================================  =======================================================
 Link write, read      perftest ib_write_bw, ib_read_bw            bandwidth, many outstanding
-channel fetch         ib_write_bw at the same size                bandwidth, four fetches outstanding
+channel fetch         ib_write_bw at the same size                bandwidth, 4 to 16 fetches outstanding (perftest: all)
 channel fetch         gRPC fetch; write-with-immediate ping-pong  latency of one small tensor, one at a time
-====================  ==========================================  =====================================================
+====================  ==========================================  =======================================================
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ FETCH_SIZES = (MIB, 4 * MIB, 16 * MIB)
 SMALL_SIZES = (8, 256, KIB, 4 * KIB)
 _OUTSTANDING = 64
 _SIGNALLED = 16
-_WINDOW = 4
+_WINDOW_BYTES = 16 * MIB
+_LEAST_WINDOW = 4
 _PERFTEST_BYTES = 24 * MIB
 _TIMEOUT_S = 1500
 # A figure: (what, variant, bytes) -> one value a round. Bandwidths in bytes a second, latencies in seconds.
@@ -228,7 +229,7 @@ def fetch_latency(end: End, nbytes: int, count: int, deadline: Deadline) -> floa
 @contextmanager
 def serving(rank: Rank, name: str, sizes: Sequence[int]) -> Iterator[End]:
     """This rank's end of a pair over a transport; rank 1 has a tensor of every size."""
-    arena_bytes = 2 * sum(sizes) + _WINDOW * max(sizes) + 8 * MIB
+    arena_bytes = 2 * sum(sizes) + _LEAST_WINDOW * max(sizes) + 8 * MIB
     # Both ends spin through a fetch, as those of the ping-pong do; waking a thread costs milliseconds under emulation.
     params = {"spin_us": 10_000} if name == "verbs" else {}
     with rank.connect(name, arena_bytes=arena_bytes, params=params) as end:
@@ -285,8 +286,9 @@ def _fetch(rank: Rank, place: Place, rounds: int, figures: Figures, end: End) ->
     for _ in range(rounds):
         for nbytes in FETCH_SIZES:
             if rank.rank == 0:
-                into = [end.arena.tensor(bytes_spec(nbytes)) for _ in range(_WINDOW)]
-                count = max(_WINDOW, 2 * _PERFTEST_BYTES // nbytes)
+                window = max(_LEAST_WINDOW, _WINDOW_BYTES // nbytes)
+                into = [end.arena.tensor(bytes_spec(nbytes)) for _ in range(window)]
+                count = max(window, 2 * _PERFTEST_BYTES // nbytes)
                 seconds = fetch_window(end, f"bytes {nbytes}", into, count, rank.deadline)
                 figures["fetch", "verbs", nbytes].append(nbytes * count / seconds)
             rank.barrier()
