@@ -57,7 +57,9 @@ def all_run_a_step(cluster: LocalCluster, *tasks: str) -> bool:
         ]
 
         def begun(client: WorkerClient) -> bool:
-            return bool(client.call("Ping", pb.PingRequest(), Deadline.after(20)).active_steps)
+            # On a busy machine the first attempt to connect may time out.
+            reply = client.call("Ping", pb.PingRequest(), Deadline.after(20), wait_for_ready=True)
+            return bool(reply.active_steps)
 
         return eventually(lambda: all(begun(client) for client in clients), 60)
 
