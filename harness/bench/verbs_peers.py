@@ -135,23 +135,23 @@ class Bare:
         rank.barrier()
 
     def transfer(self, op: Op, nbytes: int, count: int) -> float:
-        """Seconds for ``count`` transfers of ``nbytes`` with many outstanding. Of writes one in ``_SIGNALLED`` gives a
-        completion, as perftest's do (one in 100 there); a read always gives one."""
+        """Seconds for ``count`` transfers of ``nbytes`` with many outstanding, one in ``_SIGNALLED`` of which gives a
+        completion, as perftest's do (one in 100 there)."""
         link, local, remote = self.link, self.local[:nbytes], Region(self.remote.addr, self.remote.key, nbytes)
         posted = done = 0
         started = time.perf_counter()
         while done < count:
             while posted < count and posted - done < _OUTSTANDING:
                 posted += 1
+                told = posted % _SIGNALLED == 0 or posted == count
                 if op is Op.READ:
-                    link.post_read(local, remote)
+                    link.post_read(local, remote, tag=posted, signalled=told)
                 else:
-                    told = posted % _SIGNALLED == 0 or posted == count
                     link.post_write(local, remote, tag=posted, signalled=told)
             for completion in link.poll():
                 if completion.error is not None:
                     raise completion.error
-                done = done + 1 if op is Op.READ else completion.tag
+                done = completion.tag
         return time.perf_counter() - started
 
     def ping_pong(self, count: int) -> float:

@@ -106,11 +106,11 @@ class LoopLink(Link):
         if imm is not None:
             self._deliver(Completion(Op.IMMEDIATE, 0, imm, None, None))
 
-    def post_read(self, local: np.ndarray, remote: Region, tag: int = 0) -> None:
+    def post_read(self, local: np.ndarray, remote: Region, tag: int = 0, signalled: bool = True) -> None:
         self.region(local)
         if local.nbytes > self.max_transfer or local.nbytes != remote.nbytes:
             self.other.violations.append(f"read of {remote.nbytes} into {local.nbytes}")
-        self._post(Completion(Op.READ, tag, 0, None, None), local)
+        self._post(Completion(Op.READ, tag, 0, None, None) if signalled else None, local)
         local[:] = self._remote(remote)
 
     def allocate(self, nbytes: int) -> np.ndarray:

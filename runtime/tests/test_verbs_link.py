@@ -203,6 +203,16 @@ def test_writes_and_reads_put_every_byte_in_its_place(
     assert (back[:64] == 0xEE).all() and (back[64 + nbytes :] == 0xEE).all()
 
 
+def test_reads_before_a_signalled_one_are_complete_with_it(side: Side, links: tuple[VerbsLink, VerbsLink]) -> None:
+    left, right = links
+    source, back = side.array(256 << 10, seed=6), side.array(256 << 10)
+    for at in range(0, len(source), 32 << 10):
+        piece = slice(at, at + (32 << 10))
+        left.post_read(back[piece], right.region(source[piece]), tag=at, signalled=piece.stop == len(source))
+    assert [(item.op, item.tag) for item in collect(left, 1)] == [(Op.READ, 224 << 10)]
+    assert np.array_equal(back, source)
+
+
 def test_a_message_comes_after_all_writes_posted_before_it(side: Side, links: tuple[VerbsLink, VerbsLink]) -> None:
     left, right = links
     source, target = side.array(256 << 10, seed=5), side.array(256 << 10)

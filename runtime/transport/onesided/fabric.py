@@ -123,9 +123,9 @@ class FabricLink(Link):
         self.inner.post_write(local, remote, None, signalled=False)
         self._at(due, partial(self.inner.post_write, _NOTHING, _NOWHERE, imm, tag, signalled))
 
-    def post_read(self, local: np.ndarray, remote: Region, tag: int = 0) -> None:
+    def post_read(self, local: np.ndarray, remote: Region, tag: int = 0, signalled: bool = True) -> None:
         due = self.fabric.reserve(self.peer, self.task, local.nbytes)
-        self._at(due, partial(self.inner.post_read, local, remote, tag))
+        self._at(due, partial(self.inner.post_read, local, remote, tag, signalled))
 
     def allocate(self, nbytes: int) -> np.ndarray:
         return self.inner.allocate(nbytes)

@@ -98,10 +98,11 @@ class Link(ABC):
         not the peer's exported memory, with no effect."""
 
     @abstractmethod
-    def post_read(self, local: np.ndarray, remote: Region, tag: int = 0) -> None:
-        """Read ``remote`` into ``local`` (registered, C-contiguous, same nbytes); always completes with READ.
+    def post_read(self, local: np.ndarray, remote: Region, tag: int = 0, signalled: bool = True) -> None:
+        """Read ``remote`` into ``local`` (registered, C-contiguous, same nbytes).
 
-        CorruptMessageError as in ``post_write``."""
+        Reads complete in order, so only the last of several needs to be ``signalled``. CorruptMessageError as in
+        ``post_write``."""
 
     def map(self, remote: Region) -> np.ndarray:
         """A read-only view (uint8) of the peer's memory, where ``maps``; it may outlive the link. Raises as post_read."""

@@ -62,9 +62,10 @@ class Transfer:
         endpoint, size = self.endpoint, len(self.local)
         while self.offset < size:
             piece = min(self.piece, size - self.offset)
-            tag = endpoint._tag(self) if self.offset + piece == size else 0  # 0: nothing waits for it
+            last = self.offset + piece == size
+            tag = endpoint._tag(self) if last else 0
             try:
-                endpoint.link.post_read(*self._slice(piece), tag=tag)
+                endpoint.link.post_read(*self._slice(piece), tag=tag, signalled=last)
             except BaseException as error:
                 endpoint._flights.pop(tag, None)
                 if isinstance(error, BlockingIOError):

@@ -120,12 +120,13 @@ class ShmLink(Link):
         if signalled:
             self._receiver.local.append(Completion(Op.WRITTEN, tag, 0, None, None))
 
-    def post_read(self, local: np.ndarray, remote: Region, tag: int = 0) -> None:
+    def post_read(self, local: np.ndarray, remote: Region, tag: int = 0, signalled: bool = True) -> None:
         if local.nbytes != remote.nbytes:
             raise ValueError(f"a read of {remote.nbytes} bytes into {local.nbytes}")
         if remote.nbytes:
             _copy(local, self._find(remote).read(remote))
-        self._receiver.local.append(Completion(Op.READ, tag, 0, None, None))
+        if signalled:
+            self._receiver.local.append(Completion(Op.READ, tag, 0, None, None))
 
     def map(self, remote: Region) -> np.ndarray:
         return self._find(remote).read(remote)

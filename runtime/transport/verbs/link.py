@@ -183,16 +183,12 @@ class VerbsLink(Link):
         slot = self._messages % self._send_slots * self._slot_bytes
         start = self._send_base + slot
         self._ring[start : start + nbytes] = message
-        flags = INLINE if nbytes <= self._pair.max_inline else 0
-        if signalled or number - self._signalled >= self._signal_every:
-            flags |= SIGNALED
+        flags = self._flags(number, signalled)
+        if nbytes <= self._pair.max_inline:
+            flags |= INLINE
         self._pair.post(_SEND, number, self._send_address + slot, nbytes, self._ring_region.lkey, flags)
         self._messages += 1
-        self._posted = number
-        if flags & SIGNALED:
-            self._signalled = number
-            if signalled:
-                self._pending.append((number, Op.SENT, tag))
+        self._is_posted(number, flags, Op.SENT if signalled else None, tag)
 
     post_unsignalled = post_send
 
@@ -202,24 +198,20 @@ class VerbsLink(Link):
         number = self._next()
         nbytes = local.nbytes
         address, lkey = self._local(local, remote, nbytes)
-        flags = SIGNALED if signalled or number - self._signalled >= self._signal_every else 0
+        flags = self._flags(number, signalled)
         if imm is None:
             self._pair.post(_WRITE, number, address, nbytes, lkey, flags, remote.addr, remote.key)
         else:
             self._pair.post(_WRITE_IMM, number, address, nbytes, lkey, flags, remote.addr, remote.key, imm)
-        self._posted = number
-        if flags:
-            self._signalled = number
-            if signalled:
-                self._pending.append((number, Op.WRITTEN, tag))
+        self._is_posted(number, flags, Op.WRITTEN if signalled else None, tag)
 
-    def post_read(self, local: np.ndarray, remote: Region, tag: int = 0) -> None:
+    def post_read(self, local: np.ndarray, remote: Region, tag: int = 0, signalled: bool = True) -> None:
         number = self._next()
         nbytes = local.nbytes
         address, lkey = self._local(local, remote, nbytes)
-        self._pair.post(_READ, number, address, nbytes, lkey, SIGNALED, remote.addr, remote.key)
-        self._posted = self._signalled = number
-        self._pending.append((number, Op.READ, tag))
+        flags = self._flags(number, signalled)
+        self._pair.post(_READ, number, address, nbytes, lkey, flags, remote.addr, remote.key)
+        self._is_posted(number, flags, Op.READ if signalled else None, tag)
 
     def peek(self) -> object:
         if not self._found and self._failure is None:
@@ -357,6 +349,17 @@ class VerbsLink(Link):
         if number - self._reaped > self.max_inflight:
             raise BlockingIOError
         return number
+
+    def _flags(self, number: int, signalled: bool) -> int:
+        """Without a completion now and then the queue would never be known to have room again."""
+        return SIGNALED if signalled or number - self._signalled >= self._signal_every else 0
+
+    def _is_posted(self, number: int, flags: int, op: Op | None, tag: int) -> None:
+        self._posted = number
+        if flags & SIGNALED:
+            self._signalled = number
+            if op is not None:
+                self._pending.append((number, op, tag))
 
     def _local(self, local: np.ndarray, remote: Region, nbytes: int) -> tuple[int, int]:
         if nbytes != remote.nbytes:
