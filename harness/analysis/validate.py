@@ -17,6 +17,7 @@ from harness.analysis import frames
 from harness.analysis.costmodel import TransferFit, Workload, fit_transfer, one_machine, predict
 from harness.analysis.paper import Printed, printed
 from harness.analysis.training_step import Layer
+from harness.errors import RecordError
 
 EXPERIMENT = "paper/costmodel"
 MARGIN = 0.15
@@ -166,9 +167,13 @@ def _cores(results: store.Results) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table for a stored run (by default the newest of the experiment); 0 if every prediction is within the
-    margin, 3 if some are not, 4 if there is nothing to compare."""
+    margin, 3 if some are not, 4 if there is nothing to compare, 2 if there is no such run."""
     arguments = sys.argv[1:] if argv is None else argv
-    table = validate(store.load(*(arguments or [EXPERIMENT])))
+    try:
+        table = validate(store.load(*(arguments or [EXPERIMENT])))
+    except RecordError as error:
+        print(error, file=sys.stderr)
+        return 2
     print(
         table.to_string(index=False, float_format=lambda value: f"{value:.3g}") if len(table) else "nothing to compare"
     )
