@@ -177,8 +177,9 @@ def _filter_rows(size: int, channels: int, outputs: int, itemsize: int) -> int:
 
 
 def _filter_transform_bytes(scheme: Scheme, channels: int, outputs: int, itemsize: int, threads: int) -> int:
-    rows = _filter_rows(scheme.size, channels, outputs, itemsize)
-    return threads * aligned(scheme.size * scheme.taps * rows * outputs * itemsize)
+    # The same for a filter and the turned one, whose channels and outputs are each other's.
+    block = max(channels, outputs, FILTER_BYTES // (scheme.size * scheme.size * itemsize))
+    return threads * aligned(scheme.size * scheme.taps * block * itemsize)
 
 
 def _is_small(channels: int, outputs: int, itemsize: int) -> bool:
