@@ -317,6 +317,8 @@ class Master:
             _LOG.warning("%s", error)
             if fatal:
                 with self._guard:
+                    if any(other.told and other.watch.lost is error for other in self._others):
+                        return  # a step has begun and failed with it since; the next one need not
                     running = list(self._running.values())
                 for outcome in running:
                     outcome.fail(None, error)

@@ -53,7 +53,7 @@ class Conv2D(Op):
     def workspace(inputs: Specs, attrs: Attrs, threads: int) -> int:
         x, w = inputs
         window, (_, _, channels, outputs) = _convolution_window(x.shape, w.shape, attrs), w.shape
-        scheme = winograd.chosen(window, x.shape[0], channels, outputs)
+        scheme = winograd.chosen(window, x.shape[0], channels, outputs, x.dtype.itemsize)
         if scheme is not None:
             return winograd.forward_workspace(scheme, window, x.shape[0], channels, outputs, x.dtype.itemsize, threads)
         return convolution.forward_workspace(window, x.shape[0], channels, x.dtype.itemsize, threads)
@@ -63,7 +63,7 @@ class Conv2D(Op):
         (x, w), (y,) = inputs, outputs
         window = _convolution_window(x.shape, w.shape, attrs)
         memory = workspace_of(Conv2D, inputs, attrs, context)
-        scheme = winograd.chosen(window, x.shape[0], w.shape[2], w.shape[3])
+        scheme = winograd.chosen(window, x.shape[0], w.shape[2], w.shape[3], x.itemsize)
         if scheme is not None:
             return winograd.compile_forward(scheme, x, w, y, window, context.threads, memory)
         return convolution.compile_forward(x, w.reshape(-1, w.shape[3]), y, window, context.threads, memory)
@@ -104,7 +104,7 @@ class Conv2DBackpropInput(Op):
     def workspace(inputs: Specs, attrs: Attrs, threads: int) -> int:
         w, shape = inputs[0], tuple(attrs["shape"])
         window, (_, _, channels, outputs) = _convolution_window(shape, w.shape, attrs), w.shape
-        scheme = winograd.chosen_turned(window, shape[0], channels, outputs)
+        scheme = winograd.chosen_turned(window, shape[0], channels, outputs, w.dtype.itemsize)
         if scheme is not None:
             return winograd.input_workspace(scheme, window, shape[0], channels, outputs, w.dtype.itemsize, threads)
         return convolution.input_workspace(window, shape[0], channels, outputs, w.dtype.itemsize, threads)
@@ -114,7 +114,7 @@ class Conv2DBackpropInput(Op):
         (w, dy), (dx,) = inputs, outputs
         window = _convolution_window(dx.shape, w.shape, attrs)
         memory = workspace_of(Conv2DBackpropInput, inputs, attrs, context)
-        scheme = winograd.chosen_turned(window, dx.shape[0], w.shape[2], w.shape[3])
+        scheme = winograd.chosen_turned(window, dx.shape[0], w.shape[2], w.shape[3], w.itemsize)
         if scheme is not None:
             return winograd.compile_input_gradient(scheme, w, dy, dx, window, context.threads, memory)
         return convolution.compile_input_gradient(w, dy, dx, window, context.threads, memory)
@@ -155,7 +155,7 @@ class Conv2DBackpropFilter(Op):
         x, shape = inputs[0], tuple(attrs["shape"])
         window, (_, _, channels, outputs) = _convolution_window(x.shape, shape, attrs), shape
         sizes = (window, x.shape[0], channels, outputs)
-        scheme = winograd.chosen(*sizes)
+        scheme = winograd.chosen(*sizes, x.dtype.itemsize)
         if scheme is not None:
             return winograd.filter_workspace(scheme, *sizes, x.dtype.itemsize, threads)
         return convolution.filter_workspace(*sizes, x.dtype.itemsize, threads)
@@ -165,7 +165,7 @@ class Conv2DBackpropFilter(Op):
         (x, dy), (dw,) = inputs, outputs
         window = _convolution_window(x.shape, dw.shape, attrs)
         memory = workspace_of(Conv2DBackpropFilter, inputs, attrs, context)
-        scheme = winograd.chosen(window, x.shape[0], dw.shape[2], dw.shape[3])
+        scheme = winograd.chosen(window, x.shape[0], dw.shape[2], dw.shape[3], x.itemsize)
         if scheme is not None:
             return winograd.compile_filter_gradient(scheme, x, dy, dw, window, context.threads, memory)
         return convolution.compile_filter_gradient(x, dy, dw, window, context.threads, memory)

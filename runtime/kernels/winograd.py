@@ -48,8 +48,10 @@ _WORTH = 0.85
 
 
 @functools.lru_cache(maxsize=1024)
-def chosen(window: Window, batch: int, channels: int, outputs: int) -> Scheme | None:
-    """The scheme that costs least, or None where the direct way does or no scheme fits."""
+def chosen(window: Window, batch: int, channels: int, outputs: int, itemsize: int) -> Scheme | None:
+    """The scheme that costs least, or None where the direct way does or no scheme fits. Half precision would lose too much."""
+    if itemsize < 4 or not (batch and channels and outputs):
+        return None
     kernel = window.kernel[0] * window.kernel[1]
     direct = batch * window.out_height * window.out_width * kernel * channels * (outputs + _PATCH_COST)
     before = 0
@@ -72,11 +74,11 @@ def chosen(window: Window, batch: int, channels: int, outputs: int) -> Scheme | 
     return best
 
 
-def chosen_turned(window: Window, batch: int, channels: int, outputs: int) -> Scheme | None:
+def chosen_turned(window: Window, batch: int, channels: int, outputs: int, itemsize: int) -> Scheme | None:
     """``chosen`` for the gradient with respect to the input of a convolution with ``window``, from ``channels`` to ``outputs``."""
     if window.stride != (1, 1) or min(window.turned.padding) < 0:
         return None
-    return chosen(window.turned, batch, outputs, channels)
+    return chosen(window.turned, batch, outputs, channels, itemsize)
 
 
 def _tiles(window: Window, scheme: Scheme) -> tuple[int, int]:
@@ -99,7 +101,7 @@ class _Transformed:
         cut: Sequence[Piece], scratch: Scratch,
     ) -> None:  # fmt: skip
         self._images, self._padding, self._step, self._matrix = images, padding, step, matrix
-        self._columns = columns
+        self.columns = columns
         sizes = self._sizes(images.shape[3], columns, step, matrix.shape, cut)
         self._padded, self._rows, self._planes = (scratch.take((size,), images.dtype) for size in sizes)
 
@@ -119,14 +121,21 @@ class _Transformed:
         return sum(aligned(size * itemsize) for size in cls._sizes(channels, columns, step, matrix, cut))
 
     def load(self, piece: Piece) -> list[Call]:
-        """Calls that fetch a piece's pixels and transform them along their columns."""
-        images, step, (size, taken) = self._images, self._step, self._matrix.shape
-        count, height, channels = piece.last - piece.first, piece.bottom - piece.top, images.shape[3]
-        width = step * (self._columns - 1) + taken
-        shape = (count, step * (height - 1) + taken, width, channels)
-        pixels = self._padded[: math.prod(shape)].reshape(shape)
+        """Calls that fetch a piece's pixels."""
         above, left = self._padding
-        calls = padded_rows(images[piece.first : piece.last], step * piece.top - above, left, pixels)
+        pixels = self._pixels(piece.last - piece.first, piece.bottom - piece.top)
+        return padded_rows(self._images[piece.first : piece.last], self._step * piece.top - above, left, pixels)
+
+    def _pixels(self, count: int, height: int) -> np.ndarray:
+        width = self._step * (self.columns - 1) + self._matrix.shape[1]
+        shape = (count, self._step * (height - 1) + self._matrix.shape[1], width, self._images.shape[3])
+        return self._padded[: math.prod(shape)].reshape(shape)
+
+    def begin(self, count: int, height: int) -> Call:
+        """The call that transforms a loaded piece of ``count`` images and ``height`` tile rows along its columns."""
+        step, (size, taken) = self._step, self._matrix.shape
+        pixels = self._pixels(count, height)
+        width, channels = pixels.shape[2:]
         image, row, column, channel = pixels.strides
         source = as_strided(
             pixels,
@@ -136,16 +145,15 @@ class _Transformed:
         )
         self._loaded = self._rows[: size * width * count * height * channels].reshape(size, width, -1)
         target = self._loaded.reshape(size, width, count, height, channels).transpose(1, 2, 3, 0, 4)
-        calls.append(partial(np.matmul, self._matrix, source, out=target))
-        return calls
+        return partial(np.matmul, self._matrix, source, out=target)
 
     def row(self, a: int) -> tuple[Call, np.ndarray]:
-        """The call that makes all positions (a, b) of the loaded piece, and these, [n, tiles, channels]."""
+        """The call that makes all positions (a, b) of a piece that ``begin`` was for, and these, [n, tiles, channels]."""
         rows, (size, taken) = self._loaded[a], self._matrix.shape
         length = rows.shape[1]
         along, one = rows.strides
-        source = as_strided(rows, (self._columns, taken, length), (self._step * along, along, one), writeable=False)
-        planes = self._planes[: size * self._columns * length].reshape(size, self._columns, length)
+        source = as_strided(rows, (self.columns, taken, length), (self._step * along, along, one), writeable=False)
+        planes = self._planes[: size * self.columns * length].reshape(size, self.columns, length)
         call = partial(np.matmul, self._matrix, source, out=planes.transpose(1, 0, 2))
         return call, planes.reshape(size, -1, self._images.shape[3])
 
@@ -272,34 +280,56 @@ def _compile(
     most = math.prod(_largest(cut)) * columns
     padding = (window.padding[0], window.padding[2])
     own = [
-        (
+        _Products(
             _Transformed(x, padding, columns, scheme.outputs, bt, cut, scratch),
             scratch.take((size * most * outputs,), x.dtype),
             scratch.take((size * scheme.outputs * most * outputs,), x.dtype),
+            matrices,
+            at,
         )
         for _ in range(threads)
     ]
     items = []
     for piece in cut:
-        count, height = piece.last - piece.first, piece.bottom - piece.top
-        length = count * height * outputs
         row = []
-        for tiles, products_room, partial_room in own:
-            products = products_room[: size * columns * length].reshape(size, columns, length)
-            sums = partial_room[: scheme.outputs * products.size].reshape(size, scheme.outputs, columns, length)
-            calls = tiles.load(piece)
-            for a in range(size):
-                call, planes = tiles.row(a)
-                calls += [
-                    call,
-                    partial(np.matmul, planes, matrices[a], out=products.reshape(size, -1, outputs)),
-                    partial(np.matmul, at, products.transpose(1, 0, 2), out=sums[a].transpose(1, 0, 2)),
-                ]
-            sums = sums.reshape(size, scheme.outputs, columns, count, height, outputs)
-            calls += _gather(sums, at, y[piece.first : piece.last], piece.top)
-            row.append(sequence(calls))
+        for products in own:
+            middle, sums = products.of(piece.last - piece.first, piece.bottom - piece.top)
+            gathered = _gather(sums, at, y[piece.first : piece.last], piece.top)
+            row.append(sequence([*products.tiles.load(piece), middle, *gathered]))
         items.append(row)
     return sequence([transform, free_shares(items)])
+
+
+class _Products:
+    """What one thread does with a loaded piece: the same for all pieces of a shape, so made once for each."""
+
+    def __init__(
+        self, tiles: _Transformed, products: np.ndarray, sums: np.ndarray, matrices: np.ndarray, at: np.ndarray
+    ) -> None:
+        self.tiles = tiles
+        self._products, self._sums, self._matrices, self._at = products, sums, matrices, at
+        self._made: dict[tuple[int, int], tuple[Call, np.ndarray]] = {}
+
+    def of(self, count: int, height: int) -> tuple[Call, np.ndarray]:
+        """The call, and its results [a, j, tile column, image, tile row, o]: columns of products times A, for every row of them."""
+        made = self._made.get((count, height))
+        if made is not None:
+            return made
+        (m, size), outputs, columns = self._at.shape, self._matrices.shape[3], self.tiles.columns
+        length = count * height * outputs
+        products = self._products[: size * columns * length].reshape(size, columns, length)
+        sums = self._sums[: m * products.size].reshape(size, m, columns, length)
+        calls = [self.tiles.begin(count, height)]
+        for a in range(size):
+            call, planes = self.tiles.row(a)
+            calls += [
+                call,
+                partial(np.matmul, planes, self._matrices[a], out=products.reshape(size, -1, outputs)),
+                partial(np.matmul, self._at, products.transpose(1, 0, 2), out=sums[a].transpose(1, 0, 2)),
+            ]
+        result = sequence(calls), sums.reshape(size, m, columns, count, height, outputs)
+        self._made[count, height] = result
+        return result
 
 
 def _gather(sums: np.ndarray, at: np.ndarray, y: np.ndarray, top: int) -> list[Call]:
@@ -374,7 +404,8 @@ def compile_filter_gradient(
         total = scratch.take((size, size, channels, outputs), x.dtype)
         share: list[Call] = []
         for position, piece in enumerate(cut[start:stop]):
-            share += tiles.load(piece) + gradients.load(piece)
+            shape = (piece.last - piece.first, piece.bottom - piece.top)
+            share += [*tiles.load(piece), *gradients.load(piece), tiles.begin(*shape), gradients.begin(*shape)]
             for a in range(size):
                 call, planes = tiles.row(a)
                 also, dplanes = gradients.row(a)

@@ -45,7 +45,9 @@ class LoopLink(Link):
         self.guard = threading.Lock()
         self.inbox: deque[Completion] = deque()
         self.posted: deque[Completion] = deque()  # complete one a poll
-        self.held: deque[weakref.ref[Any] | None] = deque()  # the memory of each: it must live as long
+        # The memory of each, and of the posts before it that complete with it: it must live as long.
+        self.held: deque[list[weakref.ref[Any]]] = deque()
+        self.unheard: list[weakref.ref[Any]] = []  # the memory of posts after the last that gives a completion
         self.violations: list[str] = []
         self.longest = 0
         self.closed = False
@@ -76,11 +78,19 @@ class LoopLink(Link):
     def _post(self, completion: Completion | None, local: np.ndarray | None = None) -> None:
         if self.closed:
             raise PeerLostError("the loop is closed")
+        if completion is not None and len(self.posted) >= self.max_inflight:
+            raise BlockingIOError("send queue full")
+        watched = None if local is None else _watched(local)
+        if watched is not None:
+            self.unheard.append(watched)
         if completion is not None:
-            if len(self.posted) >= self.max_inflight:
-                raise BlockingIOError("send queue full")
             self.posted.append(completion)
-            self.held.append(None if local is None else _watched(local))
+            self.held.append(self.unheard)
+            self.unheard = []
+
+    def _check_memory(self, held: list[weakref.ref[Any]], until: str) -> None:
+        if any(memory() is None for memory in held):
+            self.other.violations.append(f"memory given up before {until}")
 
     def _remote(self, region: Region) -> np.ndarray:
         memory = self.other.transport.memory(region.key)
@@ -125,9 +135,7 @@ class LoopLink(Link):
         found = []
         if self.posted:
             found.append(self.posted.popleft())
-            held = self.held.popleft()
-            if held is not None and held() is None:
-                self.other.violations.append(f"memory given up before {found[0].op.name} was complete")
+            self._check_memory(self.held.popleft(), f"{found[0].op.name} was complete")
         with self.guard:
             while self.inbox and len(found) < n:
                 found.append(self.inbox.popleft())
@@ -137,6 +145,7 @@ class LoopLink(Link):
         return None
 
     def close(self) -> None:
+        self._check_memory([*itertools.chain(*self.held), *self.unheard], "the link was closed")
         self.closed = True
         for key in self.transport.own.values():
             self.transport.deregister(key)

@@ -109,7 +109,7 @@ def test_minimal_filtering_is_the_filter(size: int) -> None:
         np.testing.assert_allclose(at @ ((g @ filter_) * (bt @ data)), np.correlate(data, filter_), 1e-11, 1e-11)
 
 
-@pytest.mark.parametrize("piece_bytes", [1 << 20, 3000], ids=["whole-images", "some-rows"])
+@pytest.mark.parametrize("pieces", ["whole-images", "some-rows", "small-products"])
 @pytest.mark.parametrize("padding", ["VALID", "SAME", (0, 2, 1, 0), (2, 2, 2, 2)], ids=str)
 @pytest.mark.parametrize(
     ("scheme", "kernel", "stride"),
@@ -126,12 +126,17 @@ def test_minimal_filtering_is_the_filter(size: int) -> None:
     ids=str,
 )
 def test_winograds_convolution_is_the_direct_one(
-    scheme: Scheme, kernel: int, stride: int, padding: Any, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+    scheme: Scheme, kernel: int, stride: int, padding: Any, pieces: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PIECE_BYTES", "FILTER_BYTES"):
-        monkeypatch.setattr(winograd, name, piece_bytes)
-    generator = np.random.default_rng(2)
     channels, outputs = 5, 4
+    if pieces == "some-rows":
+        monkeypatch.setattr(winograd, "PIECE_BYTES", 3000)
+        monkeypatch.setattr(winograd, "FILTER_BYTES", 3000)
+    if pieces == "small-products":
+        channels, outputs = 29, 3
+        monkeypatch.setattr(winograd, "_is_small", lambda *sizes: True)
+        monkeypatch.setattr(winograd, "SMALL_PRODUCT", 400)
+    generator = np.random.default_rng(2)
     for batch, height, width in ((1, 7, 9), (5, 12, 11), (3, 5, 6), (2, 5, 5), (0, 6, 6)):
         window = make_window(height, width, (kernel, kernel), (stride, stride), padding)
         x, w = (
@@ -201,11 +206,13 @@ def test_winograds_scheme_is_taken_where_it_pays() -> None:
         (13, 3, 1, (3, 3, 3, 3), 256, None),
     ):
         window = make_window(size, size, (kernel, kernel), (stride, stride), padding)
-        assert winograd.chosen(window, 32, channels, channels) == scheme
-        turned = winograd.chosen_turned(window, 32, channels, channels)
+        assert winograd.chosen(window, 32, channels, channels, 4) == scheme
+        turned = winograd.chosen_turned(window, 32, channels, channels, 4)
         assert (turned is None) == (scheme is None or stride > 1)
     window = make_window(13, 13, (3, 3), (1, 1), "SAME")
-    assert winograd.chosen(window, 1, 1024, 1024) is None  # the filter's transform costs more than one image saves
+    assert winograd.chosen(window, 32, 256, 256, 2) is None  # half precision
+    assert winograd.chosen(window, 32, 256, 0, 4) is winograd.chosen(window, 0, 256, 256, 4) is None
+    assert winograd.chosen(window, 1, 1024, 1024, 4) is None  # the filter's transform costs more than one image saves
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 19, 300], ids=["whole-images", "some-rows"])

@@ -476,6 +476,20 @@ def test_an_aborted_channel_holds_memory_until_the_peer_hangs_up() -> None:
         assert eventually(lambda: b.source.leased == 0)
 
 
+def test_memory_of_a_write_that_is_cut_short_is_held_until_the_link_is_closed() -> None:
+    """Pieces were posted and nothing will tell of them. The loop notices memory that is given up too early."""
+    with loop(protocol="write", chunk_bytes=300) as ends:
+        link = ends.links[1]
+        link.max_inflight = 0  # so that the last piece, which would give a completion, cannot be posted
+        strided = np.stack([pattern(9000, 1), pattern(9000, 2)], axis=1)[:, 0]
+        ends.shelf.put("k", strided)
+        future = ends.channel.fetch("k", ends.client.arena.tensor(TensorSpec.of(strided)), deadline=soon())
+        assert eventually(lambda: len(link.unheard) == 29)
+        ends.serving.abort(StepAbortedError("given up"))
+        ends.channel.abort(StepAbortedError("given up"))
+        assert isinstance(future.exception(soon()), StepAbortedError)
+
+
 def test_loop_ends_say_goodbye(capsys: pytest.CaptureFixture[str]) -> None:
     ends: Loop
     with loop() as ends:

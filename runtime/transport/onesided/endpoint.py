@@ -51,6 +51,9 @@ class Endpoint:
         self._outbox: deque[Callable[[], bool]] = deque()
         # Tag of a post -> the transfer that it completes, which keeps the memory alive until then: a NIC reads it when it likes.
         self._flights: dict[int, Transfer] = {}
+        self._cut_short: list[
+            Callable[[], bool]
+        ] = []  # jobs that were given up, perhaps after some of their pieces were posted
         self._next_tag = 0
         self._after: list[Action] = []
         self._reason: BaseException | None = None  # why nothing goes through any more
@@ -181,6 +184,8 @@ class Endpoint:
             self._fail(ChannelClosedError(f"the channel with {self.peer} was closed"))
             self._closed = True
             self.link.close()
+            self._flights.clear()
+            self._cut_short.clear()
             self._quarantine_over()
             self._after.append((self._goodbye.set_result, None))
             after = self._take_after()
@@ -330,6 +335,7 @@ class Endpoint:
     def _fail(self, reason: BaseException) -> None:
         if self._reason is None:
             self._reason = reason
+            self._cut_short.extend(self._outbox)
             self._outbox.clear()
             self._dropped(reason)
 

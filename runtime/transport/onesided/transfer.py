@@ -21,7 +21,8 @@ RESERVE = 1
 class Transfer:
     """A write or read, posted in pieces no longer than the link and ``chunk_bytes`` allow; only the last is signalled.
 
-    The endpoint keeps it, and so ``local``, until the last piece is complete: what is posted may be done later.
+    The endpoint keeps it, and so ``local``, until the last piece is complete, or the link is closed: what is posted may be done
+    later.
     """
 
     __slots__ = ("done", "endpoint", "imm", "local", "offset", "piece", "remote")

@@ -99,6 +99,8 @@ class VerbsTransport(OneSidedTransport):
         self._attributes = settings.attributes()
         with contextlib.ExitStack() as opened:  # what a failure has to close again
             opened.callback(self.progress.close)
+            if self._fabric is not None:
+                opened.callback(self._fabric.close)
             binding = load_binding(settings.binding)
             self.binding = binding.name
             self.place = choose_place(options.bind, settings.device, settings.port, settings.gid_index)
