@@ -29,14 +29,16 @@ def folded(window: Window) -> Window:
     return Window(height, width, (taps, taps), (1, 1), (0, 0, 0, 0))
 
 
-def images_workspace(window: Window, batch: int, channels: int, itemsize: int, threads: int) -> int:
+def workspace(window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int) -> int:
+    """For folded images, ``threads`` padded ones, a folded filter and a padded one."""
     inner, fold = folded(window), window.stride[0]
     image = inner.height * inner.width * fold * fold * channels * itemsize
-    return aligned(batch * image) + threads * aligned(image)
+    taps = inner.kernel[0] * inner.kernel[1] * fold * fold * channels * outputs * itemsize
+    return aligned(batch * image) + threads * aligned(image) + 2 * aligned(taps)
 
 
 def fold_images(x: np.ndarray, window: Window, threads: int, scratch: Scratch) -> tuple[Call, np.ndarray]:
-    """The call that folds ``x[n, h, w, c]``, and the result [n, h', w', s * s * c]. Takes ``images_workspace``."""
+    """The call that folds ``x[n, h, w, c]``, and the result [n, h', w', s * s * c]."""
     batch, channels = x.shape[0], x.shape[3]
     inner, fold = folded(window), window.stride[0]
     images = scratch.take((batch, inner.height, inner.width, fold * fold * channels), x.dtype)
@@ -55,13 +57,8 @@ def fold_images(x: np.ndarray, window: Window, threads: int, scratch: Scratch) -
     return free_shares(items), images
 
 
-def filter_workspace(window: Window, channels: int, outputs: int, itemsize: int) -> int:
-    taps, fold = folded(window).kernel[0], window.stride[0]
-    return 2 * aligned(taps * taps * fold * fold * channels * outputs * itemsize)
-
-
 def fold_filter(w: np.ndarray, window: Window, scratch: Scratch) -> tuple[Call, np.ndarray]:
-    """The call that folds ``w[r, r, c, o]``, and the result [r', r', s * s * c, o]. Takes ``filter_workspace``."""
+    """The call that folds ``w[r, r, c, o]``, and the result [r', r', s * s * c, o]."""
     padded, blocks, result = _filter_parts(w, window, scratch)
     kernel = window.kernel[0]
     calls: list[Call] = [
@@ -73,7 +70,7 @@ def fold_filter(w: np.ndarray, window: Window, scratch: Scratch) -> tuple[Call, 
 
 
 def unfold_filter(dw: np.ndarray, window: Window, scratch: Scratch) -> tuple[Call, np.ndarray]:
-    """The call that fills ``dw[r, r, c, o]`` from a folded gradient, and the memory for that. Takes ``filter_workspace``."""
+    """The call that fills ``dw[r, r, c, o]`` from a folded gradient, and the memory for that."""
     padded, blocks, source = _filter_parts(dw, window, scratch)
     kernel = window.kernel[0]
     calls: list[Call] = [

@@ -211,8 +211,7 @@ def forward_workspace(
     scheme: Scheme, window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int
 ) -> int:
     if window.stride != (1, 1):
-        own = folding.filter_workspace(window, channels, outputs, itemsize)
-        own += folding.images_workspace(window, batch, channels, itemsize, threads)
+        own = folding.workspace(window, batch, channels, outputs, itemsize, threads)
         channels *= window.stride[0] * window.stride[1]
         return own + forward_workspace(scheme, folding.folded(window), batch, channels, outputs, itemsize, threads)
     small = _is_small(channels, outputs, itemsize)
@@ -363,8 +362,7 @@ def filter_workspace(
     scheme: Scheme, window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int
 ) -> int:
     if window.stride != (1, 1):
-        own = folding.filter_workspace(window, channels, outputs, itemsize)
-        own += folding.images_workspace(window, batch, channels, itemsize, threads)
+        own = folding.workspace(window, batch, channels, outputs, itemsize, threads)
         channels *= window.stride[0] * window.stride[1]
         return own + filter_workspace(scheme, folding.folded(window), batch, channels, outputs, itemsize, threads)
     cut = _pieces(window, scheme, batch, channels, outputs, itemsize, threads)
