@@ -131,8 +131,8 @@ class _Transformed:
         shape = (count, self._step * (height - 1) + self._matrix.shape[1], width, self._images.shape[3])
         return self._padded[: math.prod(shape)].reshape(shape)
 
-    def begin(self, count: int, height: int) -> Call:
-        """The call that transforms a loaded piece of ``count`` images and ``height`` tile rows along its columns."""
+    def begin(self, count: int, height: int) -> tuple[Call, np.ndarray]:
+        """The call that transforms a loaded piece of ``count`` images and ``height`` tile rows along its columns; its result."""
         step, (size, taken) = self._step, self._matrix.shape
         pixels = self._pixels(count, height)
         width, channels = pixels.shape[2:]
@@ -143,13 +143,13 @@ class _Transformed:
             (column, image, step * row, row, channel),
             writeable=False,
         )
-        self._loaded = self._rows[: size * width * count * height * channels].reshape(size, width, -1)
-        target = self._loaded.reshape(size, width, count, height, channels).transpose(1, 2, 3, 0, 4)
-        return partial(np.matmul, self._matrix, source, out=target)
+        begun = self._rows[: size * width * count * height * channels].reshape(size, width, -1)
+        target = begun.reshape(size, width, count, height, channels).transpose(1, 2, 3, 0, 4)
+        return partial(np.matmul, self._matrix, source, out=target), begun
 
-    def row(self, a: int) -> tuple[Call, np.ndarray]:
-        """The call that makes all positions (a, b) of a piece that ``begin`` was for, and these, [n, tiles, channels]."""
-        rows, (size, taken) = self._loaded[a], self._matrix.shape
+    def row(self, begun: np.ndarray, a: int) -> tuple[Call, np.ndarray]:
+        """The call that makes all positions (a, b) of what ``begin`` gave, and these, [n, tiles, channels]."""
+        rows, (size, taken) = begun[a], self._matrix.shape
         length = rows.shape[1]
         along, one = rows.strides
         source = as_strided(rows, (self.columns, taken, length), (self._step * along, along, one), writeable=False)
@@ -207,13 +207,20 @@ def _pieces(
     return pieces(Window(rows, columns, (1, 1), (1, 1), (0, 0, 0, 0)), batch, 1, threads, max(1, tiles))
 
 
+def _fold(
+    window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int
+) -> tuple[int, Window, int]:
+    """Memory that folding takes, and the window and channels that are left to convolve."""
+    if window.stride == (1, 1):
+        return 0, window, channels
+    own = folding.workspace(window, batch, channels, outputs, itemsize, threads)
+    return own, folding.folded(window), channels * window.stride[0] * window.stride[1]
+
+
 def forward_workspace(
     scheme: Scheme, window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int
 ) -> int:
-    if window.stride != (1, 1):
-        own = folding.workspace(window, batch, channels, outputs, itemsize, threads)
-        channels *= window.stride[0] * window.stride[1]
-        return own + forward_workspace(scheme, folding.folded(window), batch, channels, outputs, itemsize, threads)
+    fold, window, channels = _fold(window, batch, channels, outputs, itemsize, threads)
     small = _is_small(channels, outputs, itemsize)
     cut = _pieces(window, scheme, batch, channels, outputs, itemsize, threads, small)
     size, columns = scheme.size, _tiles(window, scheme)[1]
@@ -222,7 +229,9 @@ def forward_workspace(
     own += aligned(size * tiles * outputs * itemsize) + aligned(size * scheme.outputs * tiles * outputs * itemsize)
     transformed = aligned(size * size * channels * outputs * itemsize)
     # The filter is transformed before the threads need their own memory, so both lie at the same place.
-    return transformed + max(threads * own, _filter_transform_bytes(scheme, channels, outputs, itemsize, threads))
+    return (
+        fold + transformed + max(threads * own, _filter_transform_bytes(scheme, channels, outputs, itemsize, threads))
+    )
 
 
 def compile_forward(
@@ -271,8 +280,9 @@ def _compile(
     bt, g, at = scheme.matrices(x.dtype)
     scratch = Scratch(memory)
     u = scratch.take((size, size, *w.shape[2:]), w.dtype)
-    reversed_taps = np.ascontiguousarray(g[:, ::-1])
-    transform = _transform_filter(w, reversed_taps if turned else g, u, threads, scratch.rest())
+    if turned:
+        g = np.ascontiguousarray(g[:, ::-1])
+    transform = _transform_filter(w, g, u, threads, scratch.rest())
     matrices = u.transpose(0, 1, 3, 2) if turned else u
     small = _is_small(channels, outputs, x.itemsize)
     cut = _pieces(window, scheme, x.shape[0], channels, outputs, x.itemsize, threads, small)
@@ -318,9 +328,10 @@ class _Products:
         length = count * height * outputs
         products = self._products[: size * columns * length].reshape(size, columns, length)
         sums = self._sums[: m * products.size].reshape(size, m, columns, length)
-        calls = [self.tiles.begin(count, height)]
+        begin, begun = self.tiles.begin(count, height)
+        calls = [begin]
         for a in range(size):
-            call, planes = self.tiles.row(a)
+            call, planes = self.tiles.row(begun, a)
             calls += [
                 call,
                 partial(np.matmul, planes, self._matrices[a], out=products.reshape(size, -1, outputs)),
@@ -361,17 +372,14 @@ def _whole_and_last(start: int, stop: int, step: int, limit: int) -> list[tuple[
 def filter_workspace(
     scheme: Scheme, window: Window, batch: int, channels: int, outputs: int, itemsize: int, threads: int
 ) -> int:
-    if window.stride != (1, 1):
-        own = folding.workspace(window, batch, channels, outputs, itemsize, threads)
-        channels *= window.stride[0] * window.stride[1]
-        return own + filter_workspace(scheme, folding.folded(window), batch, channels, outputs, itemsize, threads)
+    fold, window, channels = _fold(window, batch, channels, outputs, itemsize, threads)
     cut = _pieces(window, scheme, batch, channels, outputs, itemsize, threads)
     size, m, columns = scheme.size, scheme.outputs, _tiles(window, scheme)[1]
     own = _Transformed.nbytes(channels, columns, m, (size, size), itemsize, cut)
     own += _Transformed.nbytes(outputs, columns, m, (size, m), itemsize, cut)
     products = size * channels * outputs * itemsize
     collecting = _filter_transform_bytes(scheme, channels, outputs, itemsize, threads)
-    return threads * (own + aligned(products) + aligned(size * products)) + collecting
+    return fold + threads * (own + aligned(products) + aligned(size * products)) + collecting
 
 
 def compile_filter_gradient(
@@ -403,10 +411,11 @@ def compile_filter_gradient(
         share: list[Call] = []
         for position, piece in enumerate(cut[start:stop]):
             shape = (piece.last - piece.first, piece.bottom - piece.top)
-            share += [*tiles.load(piece), *gradients.load(piece), tiles.begin(*shape), gradients.begin(*shape)]
+            (begin, begun), (dbegin, dbegun) = tiles.begin(*shape), gradients.begin(*shape)
+            share += [*tiles.load(piece), *gradients.load(piece), begin, dbegin]
             for a in range(size):
-                call, planes = tiles.row(a)
-                also, dplanes = gradients.row(a)
+                call, planes = tiles.row(begun, a)
+                also, dplanes = gradients.row(dbegun, a)
                 into = product if position else total[a]
                 share += [call, also, partial(np.matmul, planes.transpose(0, 2, 1), dplanes, out=into)]
                 if position:
