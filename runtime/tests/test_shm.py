@@ -112,7 +112,7 @@ def test_link_follows_no_address_outside_the_area() -> None:
                 with pytest.raises(CorruptMessageError):
                     act(local, region)
             with pytest.raises(CorruptMessageError):
-                left.map(region)
+                left.map(region, bytes_spec(region.nbytes))
         assert left.poll() == []
         for region in (Region(0, 2, 63), Region(0, 2, 65)):
             with pytest.raises(ValueError, match="of"):
@@ -124,7 +124,7 @@ def test_link_follows_no_address_outside_the_area() -> None:
 def test_link_lends_memory_read_only() -> None:
     with linked() as (left, right, _, far):
         tensor = pattern_tensor(bytes_spec(100), 1, far)
-        view = left.map(right.region(tensor))
+        view = left.map(right.region(tensor), bytes_spec(100))
         assert np.array_equal(view, tensor)
         with pytest.raises(ValueError, match=r"read-only|WRITEABLE"):
             view.flags.writeable = True

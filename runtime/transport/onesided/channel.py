@@ -245,7 +245,7 @@ class OneSidedChannel(Endpoint, Channel):
         expected = fetch.plain and fetch.mode is _READ and fetch.spec_bytes == data and source.nbytes == nbytes
         if expected and self._copies and not fetch.done():
             # The whole tensor, in memory that we see: no completion to wait for.
-            np.copyto(flat(fetch.into), self.link.map(source))  # type: ignore[arg-type]
+            np.copyto(fetch.into, self.link.map(source, decode_spec(data)))  # type: ignore[arg-type]
             self._send(pack_header(_RELEASE, 0, 0, request))
             return self._completed(fetch, nbytes)
         spec = decode_spec(data)
@@ -287,13 +287,13 @@ class OneSidedChannel(Endpoint, Channel):
     def _lend(self, fetch: Fetching, source: Region, spec: TensorSpec) -> None:
         if source.nbytes != spec.nbytes:
             raise CorruptMessageError(f"OFFER from {self.peer} of {source.nbytes} bytes to borrow {spec}")
-        view = self.link.map(source)
+        view = self.link.map(source, spec)
         if fetch.done():  # too late
             self._send(pack_header(_RELEASE, 0, 0, fetch.request))
             self._drop(fetch.request)
             return
         self._leased.add(fetch.request)
-        lease = Lease(view.view(spec.dtype).reshape(spec.shape), partial(self._give_back, fetch.request))
+        lease = Lease(view, partial(self._give_back, fetch.request))
         self._finish(fetch, lease, spec.nbytes)
 
     def _give_back(self, request: int) -> None:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from runtime.tensor import TensorSpec
+
 
 class Op(enum.IntEnum):
     """What a completion is about. The first three belong to our own posts, the others to what the peer did."""
@@ -104,8 +106,9 @@ class Link(ABC):
         Reads complete in order, so only the last of several needs to be ``signalled``. CorruptMessageError as in
         ``post_write``."""
 
-    def map(self, remote: Region) -> np.ndarray:
-        """A read-only view (uint8) of the peer's memory, where ``maps``; it may outlive the link. Raises as post_read."""
+    def map(self, remote: Region, spec: TensorSpec) -> np.ndarray:
+        """A read-only view of the peer's memory as the tensor of ``spec`` (as many bytes), where ``maps``; it may outlive the
+        link. Raises as post_read."""
         raise NotImplementedError(f"{type(self).__name__} shares no memory with its peer")
 
     @abstractmethod

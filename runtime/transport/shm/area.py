@@ -10,6 +10,7 @@ import os
 import numpy as np
 
 from runtime.errors import CorruptMessageError, ProtocolMismatchError
+from runtime.tensor import TensorSpec
 from runtime.transport.onesided.link import Region
 
 # Linux 5.14 and later (man 2 madvise); older kernels answer EINVAL and pages come at first use.
@@ -59,10 +60,11 @@ class PeerArea:
 
     def read(self, region: Region) -> np.ndarray:
         """A read-only view; CorruptMessageError if the region does not lie in the area."""
-        self._check(region)
-        if self._readable is None:
-            self._readable = self._map(mmap.PROT_READ, _MADV_POPULATE_READ)
-        return self._readable[region.addr : region.addr + region.nbytes]
+        return self._to_read(region)[region.addr : region.addr + region.nbytes]
+
+    def tensor(self, region: Region, spec: TensorSpec) -> np.ndarray:
+        """As ``read``, as the tensor of ``spec``, which has the region's bytes: one numpy call instead of three."""
+        return np.ndarray(spec.shape, spec.dtype, self._to_read(region), region.addr)
 
     def write(self, region: Region) -> np.ndarray:
         """A writable view; CorruptMessageError if the region does not lie in the area."""
@@ -70,6 +72,12 @@ class PeerArea:
         if self._writable is None:
             self._writable = self._map(mmap.PROT_READ | mmap.PROT_WRITE, _MADV_POPULATE_WRITE)
         return self._writable[region.addr : region.addr + region.nbytes]
+
+    def _to_read(self, region: Region) -> np.ndarray:
+        self._check(region)
+        if self._readable is None:
+            self._readable = self._map(mmap.PROT_READ, _MADV_POPULATE_READ)
+        return self._readable
 
     def close(self) -> None:
         """Let the mappings go with the last view of them. Idempotent."""

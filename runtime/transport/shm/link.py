@@ -16,6 +16,7 @@ import numpy as np
 from runtime.deadline import Deadline
 from runtime.errors import CorruptMessageError, PeerLostError, ProtocolMismatchError, TransportError
 from runtime.memory.arena import Arena
+from runtime.tensor import TensorSpec
 from runtime.transport.onesided.link import Completion, Link, Op, Region
 from runtime.transport.shm import area
 from runtime.transport.shm.hello import AREA, AREA_GONE, Hello, credentials, decode_area, encode_area, receive_fds
@@ -128,8 +129,8 @@ class ShmLink(Link):
         if signalled:
             self._receiver.local.append(Completion(Op.READ, tag, 0, None, None))
 
-    def map(self, remote: Region) -> np.ndarray:
-        return self._find(remote).read(remote)
+    def map(self, remote: Region, spec: TensorSpec) -> np.ndarray:
+        return self._find(remote).tensor(remote, spec)
 
     def allocate(self, nbytes: int) -> np.ndarray:
         """A memory file of its own, which the peer maps when it is first named to it: what registering is to a NIC."""
