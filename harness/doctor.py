@@ -12,6 +12,7 @@ from harness.bench.peers.program import require_module
 from harness.launch import vm
 from harness.launch.base import known_launchers, launcher
 from runtime.errors import UnavailableError, VerbflowError
+from runtime.memory import memcpy
 from runtime.transport.registry import known, transport_class
 
 _PEERS = {"torch": "gloo", "tensorflow": "tensorflow", "mpi4py": "mpi4py"}
@@ -197,7 +198,27 @@ def _memory() -> list[Check]:
             about["huge_pages_shared"],
             "; copies of many MiB between processes take up to twice as long in small pages",
         ),
+        _memcpy(about["memcpy_past_caches_from_bytes"], about["cache_bytes"]),
     ]
+
+
+def _memcpy(start: int | None, cache: int | None) -> Check:
+    """Does memcpy take the caches for larger than they are?"""
+    name = "memcpy past the caches"
+    if start is None or cache is None:
+        return Check(name, "info", "the C library does not say from which length on")
+    found = f"from {units.format_bytes(start)}; the last cache has {units.format_bytes(cache)}"
+    if start <= cache:
+        return Check(name, "ok", found)
+    correction = memcpy.environment()
+    if not correction:
+        return Check(
+            name, "warn", f"{found}; copies between the two take up to twice as long", f"{memcpy.VARIABLE} chose it"
+        )
+    exports = " ".join(f"{variable}={value}" for variable, value in correction.items())
+    return Check(
+        name, "info", f"{found}; our launchers correct it for ranks on this host", f"elsewhere: export {exports}"
+    )
 
 
 def _huge_pages(name: str, setting: str, wanted: str, found: str, cost: str) -> Check:

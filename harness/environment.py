@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cell import ROOT
+from runtime.memory import memcpy
 
 _PACKAGES = ("numpy", "grpcio", "protobuf", "pandas", "pyarrow", "ibverbs", "torch", "tensorflow-cpu", "mpi4py")
 # What changes from run to run on one machine does not enter the environment's hash.
@@ -37,6 +38,9 @@ def describe() -> dict[str, Any]:
         "governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor") or "not exposed",
         "huge_pages": _chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled")) or "not exposed",
         "huge_pages_shared": _chosen(_read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) or "not exposed",
+        "cache_bytes": memcpy.last_cache(),
+        # Of this process; the launchers set it for ranks where it is beyond the cache.
+        "memcpy_past_caches_from_bytes": memcpy.threshold(),
         "tcp_congestion": _read("/proc/sys/net/ipv4/tcp_congestion_control"),
         "memlock_bytes": _memlock(),
         "interfaces": _interfaces(),

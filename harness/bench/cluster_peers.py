@@ -11,7 +11,7 @@ contender          what
 grpc, shm          our runtime over that transport
 alone              our workers with the variables in their own processes: what computing costs (training only)
 tensorflow         TensorFlow's distributed runtime as it comes: gRPC over TCP
-tensorflow tuned   the same with the allocator settings that make its transfers quickest (training only)
+tensorflow tuned   the same with the settings of malloc and memcpy that make its transfers quickest (training only)
 =================  ===============================================================================================
 """
 
@@ -31,6 +31,7 @@ from harness.bench.peers.program import peer_python
 from harness.cell import ROOT
 from runtime.cluster.launcher import LocalCluster, TaskProcess, free_addresses
 from runtime.deadline import Deadline
+from runtime.memory import memcpy
 
 _PATIENCE_S = 600.0
 # One malloc arena that keeps what it has; without these settings every transfer maps and touches fresh pages.
@@ -111,7 +112,7 @@ def contenders(what: str) -> dict[str, Start]:
     if has_tensorflow():
         found["tensorflow"] = partial(tensorflow, {})
         if what == "alexnet":
-            found["tensorflow tuned"] = partial(tensorflow, _ALLOCATOR)
+            found["tensorflow tuned"] = partial(tensorflow, _ALLOCATOR | memcpy.environment())
     return found
 
 

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Protocol
 from harness.cell import ROOT, Cell
 from runtime.deadline import Deadline
 from runtime.errors import ConfigError
+from runtime.memory import memcpy
 
 _CLASSES = {
     "local": "harness.launch.local:LocalLauncher",
@@ -201,6 +202,8 @@ class Launcher(ABC):
             for spec in specs:
                 log = job.logs / f"rank-{spec.rank}.log"
                 environment = {**os.environ, **spec.environment, "VERBFLOW_TOKEN": token, "PYTHONUNBUFFERED": "1"}
+                if not self.spread:  # another host has other caches
+                    environment |= memcpy.environment(environment)
                 # Unset for benchmarks: pinned kernels make the same step 1.6 times slower.
                 for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
                     environment.pop(name, None)

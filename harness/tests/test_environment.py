@@ -44,3 +44,14 @@ def test_small_pages_of_shared_memory_are_a_warning_with_a_remedy(monkeypatch):
         check = next(check for check in doctor._memory() if check.name == "huge pages of shared memory")
         assert check.state == state
         assert ("shmem_enabled" in check.remedy) == (state == "warn")
+
+
+def test_a_memcpy_that_believes_in_a_larger_cache_is_told(monkeypatch):
+    monkeypatch.setattr(doctor.memcpy, "environment", lambda: {"GLIBC_TUNABLES": "x=0x800000"})
+    found = doctor._memcpy(192 << 20, 32 << 20)
+    assert (found.state, found.remedy) == ("info", "elsewhere: export GLIBC_TUNABLES=x=0x800000")
+    assert "192 MiB" in found.finding and "32 MiB" in found.finding
+    assert doctor._memcpy(8 << 20, 32 << 20).state == "ok"
+    assert doctor._memcpy(None, 32 << 20).state == "info"
+    monkeypatch.setattr(doctor.memcpy, "environment", dict)
+    assert doctor._memcpy(192 << 20, 32 << 20).state == "warn"

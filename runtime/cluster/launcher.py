@@ -19,6 +19,7 @@ from typing import IO, Any
 from runtime.cluster.spec import ClusterSpec, parse_task
 from runtime.deadline import Deadline
 from runtime.errors import ConfigError, DeadlineError, PeerLostError
+from runtime.memory import memcpy
 
 READY_S = 60.0
 # Below the kernel's ephemeral range (32768 and up), so that no outgoing connection can sit on a task's port while the task
@@ -151,7 +152,8 @@ class LocalCluster:
         self.restarts: dict[str, int] = {}
         self._options = list(options)
         self._programs = dict(programs or {})
-        self._environment = {**os.environ, **(environment or {}), "VERBFLOW_TOKEN": self.token}
+        inherited = {**os.environ, **(environment or {})}
+        self._environment = {**inherited, **memcpy.environment(inherited), "VERBFLOW_TOKEN": self.token}
         self._ready_s = ready_s
         self._restart = set(restart)
         self._closed = threading.Event()

@@ -14,10 +14,11 @@ from runtime.cluster.spec import ClusterSpec, check_address
 from runtime.cluster.worker import Worker
 from runtime.errors import ConfigError
 from runtime.kernels import blas
+from runtime.memory import memcpy
 from runtime.memory.arena import DEFAULT_BYTES, Arena
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-_RECORDED = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_CORETYPE")
+_RECORDED = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_CORETYPE", memcpy.VARIABLE)
 
 
 class Server:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from runtime.deadline import Deadline
+from runtime.memory import memcpy
 from runtime.testing.ends import End, open_end
 from runtime.transport.base import TensorSource
 
@@ -83,6 +84,7 @@ def spawn(
     are gone when this returns.
     """
     environment = {**os.environ, **(env or {})}
+    environment |= memcpy.environment(environment)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     processes: list[subprocess.Popen[bytes]] = []
     controls: list[Connection] = []
