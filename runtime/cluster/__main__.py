@@ -15,11 +15,11 @@ import argparse
 import json
 import signal
 import sys
-import threading
 from types import FrameType
 
 from runtime.cluster.options import (
     EXIT_OK,
+    Ending,
     add_arguments,
     end_with_stdin,
     exit_code,
@@ -37,10 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     log_to_stderr(arguments.log_level)
     set_threads(arguments.blas_threads)
     token = read_token(arguments.token_fd)
-    stop = threading.Event()
+    ending = Ending()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
+        ending.ask()
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
@@ -52,10 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         server = open_server(arguments, token)
     except (VerbflowError, OSError) as error:
         return exit_code(error, opening=True)
-    server.on_shutdown(stop.set)
+    server.on_shutdown(ending.ask)
     print(json.dumps(server.ready_line()), flush=True)
-    while not stop.wait(1.0):  # a bounded wait, so that signals are handled
-        pass
+    ending.wait()
     server.close()
     return EXIT_OK
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
@@ -18,6 +20,27 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_ADDRESS, EXIT_LOST = 0,
 _BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _GRACE_S = 5.0
 _GRPC = ("auto", "grpc", "grpc_proto")
+
+
+class Ending:
+    """The wish that this process ends, said by a signal's handler or by any thread.
+
+    An Event would not do: its ``set`` takes a lock that the main thread, which runs the handler, may hold in ``wait`` at that
+    moment. ``SimpleQueue.put`` is made for that (Python library reference, ``queue``).
+    """
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def ask(self) -> None:
+        self._asked.put(None)
+
+    def wait(self) -> None:
+        """Until somebody has asked; one call takes one asking."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                self._asked.get(timeout=1.0)  # bounded, so that signals are handled
+                return
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

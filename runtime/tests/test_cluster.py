@@ -422,6 +422,29 @@ def test_a_task_process_ends_by_signal_and_with_its_parent() -> None:
         assert second.wait(soon()) == 0
 
 
+# A child sends the signals, because a process that signals itself holds the GIL in that moment.
+_SIGNALLED_WHILE_WAITING = """
+import os, signal, time
+from runtime.cluster.options import Ending
+ending, pid = Ending(), os.getpid()
+signal.signal(signal.SIGTERM, lambda number, frame: ending.ask())
+child = os.fork()
+if not child:
+    for _ in range(15000):
+        time.sleep(1e-4)
+        os.kill(pid, signal.SIGTERM)
+    os._exit(0)
+for _ in range(1500):  # fewer: signals that come together are one
+    ending.wait()
+os.waitpid(child, 0)
+"""
+
+
+def test_a_signal_ends_the_wait_whatever_the_waiter_is_doing() -> None:
+    # A lock that the handler and the waiter shared would stop both for ever, in about one of some thousand signals.
+    subprocess.run([sys.executable, "-c", _SIGNALLED_WHILE_WAITING], timeout=60, check=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [

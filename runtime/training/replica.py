@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from runtime.cluster.options import (
     EXIT_OK,
+    Ending,
     add_arguments,
     end_with_stdin,
     exit_code,
@@ -73,10 +74,10 @@ def main(argv: list[str] | None = None) -> int:
     set_threads(arguments.blas_threads)
     token = read_token(arguments.token_fd)
 
-    done, told = threading.Event(), threading.Event()
+    done, told = threading.Event(), Ending()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        told.set()
+        told.ask()
         if not done.is_set():
             raise SystemExit(128 + number)
 
@@ -98,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _train(arguments: argparse.Namespace, server: Server, done: threading.Event, told: threading.Event) -> None:
+def _train(arguments: argparse.Namespace, server: Server, done: threading.Event, told: Ending) -> None:
     from runtime.training.job import Job
     from runtime.training.report import write_report
 
@@ -109,8 +110,8 @@ def _train(arguments: argparse.Namespace, server: Server, done: threading.Event,
             write_report(Path(arguments.output), report)
         done.set()
         print(json.dumps(report.summary()), flush=True)
-        while arguments.linger and not told.wait(1.0):  # a bounded wait, so that signals are handled
-            pass
+        if arguments.linger:
+            told.wait()
     finally:
         done.set()
         job.close()
