@@ -26,18 +26,18 @@ class Future(Generic[T]):
     Setting twice is ignored, first wins: a completion and an abort may race, and both are right.
     """
 
-    __slots__ = ("_callbacks", "_drive", "_error", "_guard", "_value", "_waiter", "what")
+    # Defaults live in the class, so that making one sets only what differs.
+    _value: Any = _PENDING
+    _error: BaseException | None = None
+    _callbacks: list[Callable[[Future[T]], None]] | None = None
+    _waiter: threading.Event | None = None
 
     def __init__(
         self, what: str = "result", drive: Callable[[Deadline, Callable[[], bool]], None] | None = None
     ) -> None:
         self.what = what
-        self._value: Any = _PENDING
-        self._error: BaseException | None = None
         self._drive = drive
         self._guard = threading.Lock()
-        self._callbacks: list[Callable[[Future[T]], None]] | None = None
-        self._waiter: threading.Event | None = None
 
     @property
     def drive(self) -> Callable[[Deadline, Callable[[], bool]], None] | None:
@@ -49,25 +49,32 @@ class Future(Generic[T]):
 
     def set_result(self, value: T) -> bool:
         """Set the value and run callbacks on this thread. False if it was set before."""
-        return self._set(value, None)
-
-    def set_exception(self, error: BaseException) -> bool:
-        """Set an error and run callbacks on this thread. False if it was set before."""
-        return self._set(None, error)
-
-    def _set(self, value: Any, error: BaseException | None) -> bool:
         with self._guard:
             if self._value is not _PENDING:
                 return False
-            self._error = error
             self._value = value
-            callbacks, self._callbacks = self._callbacks, None
-            waiter = self._waiter
-        if waiter is not None:
-            waiter.set()
+        if self._waiter is not None or self._callbacks is not None:
+            self._tell()
+        return True
+
+    def set_exception(self, error: BaseException) -> bool:
+        """Set an error and run callbacks on this thread. False if it was set before."""
+        with self._guard:
+            if self._value is not _PENDING:
+                return False
+            self._error = error  # first: who sees a value does not take the lock
+            self._value = None
+        if self._waiter is not None or self._callbacks is not None:
+            self._tell()
+        return True
+
+    def _tell(self) -> None:
+        # Only the thread that set the future comes here, and nobody adds to it any more.
+        if self._waiter is not None:
+            self._waiter.set()
+        callbacks, self._callbacks = self._callbacks, None
         for callback in callbacks or ():
             callback(self)
-        return True
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Call ``callback(self)`` when set: at once on this thread if it is set already, else on the setter's thread.

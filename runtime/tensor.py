@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import zlib
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ DTYPES: dict[str, np.dtype] = {name: np.dtype(name) for name in _DTYPE_NAMES}
 DTYPE_CODES: dict[str, int] = {name: code for code, name in enumerate(_DTYPE_NAMES, start=1)}
 DTYPES_BY_CODE: dict[int, np.dtype] = {code: DTYPES[name] for name, code in DTYPE_CODES.items()}
 MAX_RANK = 8
+_addressof, _view_memory = ctypes.addressof, ctypes.c_char.from_buffer
 
 
 def dtype_of(value: object) -> np.dtype:
@@ -61,6 +63,14 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype.name}[{', '.join(map(str, self.shape))}]"
+
+
+def address_of(array: np.ndarray) -> int:
+    """Where the first element of an array lies."""
+    try:
+        return _addressof(_view_memory(array))  # type: ignore[arg-type]  # a quarter of the time of the array interface, which is a dictionary
+    except (TypeError, ValueError):  # read-only, not contiguous, or empty
+        return int(array.__array_interface__["data"][0])
 
 
 def byte_view(array: np.ndarray) -> np.ndarray:

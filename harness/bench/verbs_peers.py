@@ -35,7 +35,7 @@ import numpy as np
 
 from runtime.deadline import Deadline
 from runtime.memory.arena import Arena
-from runtime.tensor import TensorSpec
+from runtime.tensor import TensorSpec, address_of
 from runtime.testing import End, Rank, pattern_tensor, spawn
 from runtime.transport.base import Counters
 from runtime.transport.onesided.link import Op, Region
@@ -163,7 +163,7 @@ class Bare:
         queue, completions = self.link._pair._qp, self.link._pair._cq  # type: ignore[attr-defined]
         pair = self.link._pair
         own, theirs = self.local[:8], self.remote
-        address = int(own.__array_interface__["data"][0])
+        address = address_of(own)
         lkey = self.memory.keys(address, own).lkey
         self.rank.barrier()
         pair.post(Opcode.WRITE_IMM, 0, address, 8, lkey, SIGNALED, theirs.addr, theirs.key, 1)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.errors import ArenaFullError, ConfigError
-from runtime.tensor import TensorSpec
+from runtime.tensor import TensorSpec, address_of
 
 ALIGNMENT = 64
 POISON = 0xDB
@@ -69,7 +69,7 @@ class Arena:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self._map: mmap.mmap | None = mapping
         self.memory = np.frombuffer(mapping, np.uint8)
-        self.address = int(self.memory.ctypes.data)
+        self.address = address_of(self.memory)
         self._guard = threading.Lock()
         self._free: list[tuple[int, int]] = [(self.nbytes, 0)]  # (length, offset), sorted: best fit is a bisection
         self._free_by_start: dict[int, int] = {0: self.nbytes}
@@ -125,7 +125,7 @@ class Arena:
 
     def offset_of(self, array: np.ndarray) -> int | None:
         """Where a C-contiguous array begins in this arena, or None if it does not lie inside it."""
-        offset = int(array.__array_interface__["data"][0]) - self.address
+        offset = address_of(array) - self.address
         return offset if offset >= 0 and offset + array.nbytes <= self.nbytes else None
 
     def occupants(self) -> list[Block]:

@@ -17,6 +17,7 @@ import numpy as np
 from runtime.deadline import Deadline
 from runtime.errors import CorruptMessageError, PeerLostError
 from runtime.memory.arena import Arena
+from runtime.tensor import byte_view
 from runtime.testing import Shelf
 from runtime.transport.base import Availability, Options
 from runtime.transport.onesided.channel import OneSidedChannel
@@ -112,7 +113,7 @@ class LoopLink(Link):
             self.other.violations.append(f"write of {local.nbytes} to {remote.nbytes}")
         self._post(Completion(Op.WRITTEN, tag, 0, None, None) if signalled else None, local)
         if local.nbytes:
-            self._remote(remote)[:] = local
+            self._remote(remote)[:] = byte_view(local)
         if imm is not None:
             self._deliver(Completion(Op.IMMEDIATE, 0, imm, None, None))
 
@@ -121,7 +122,7 @@ class LoopLink(Link):
         if local.nbytes > self.max_transfer or local.nbytes != remote.nbytes:
             self.other.violations.append(f"read of {remote.nbytes} into {local.nbytes}")
         self._post(Completion(Op.READ, tag, 0, None, None) if signalled else None, local)
-        local[:] = self._remote(remote)
+        byte_view(local)[:] = self._remote(remote)
 
     def allocate(self, nbytes: int) -> np.ndarray:
         memory = np.empty(nbytes, np.uint8)

@@ -78,16 +78,26 @@ class Lease:
     """A read-only view of memory that its owner will not reuse until ``release`` is called.
 
     ``release`` is idempotent and may be called from any thread; the view must not be touched afterwards. A context
-    manager.
+    manager. ``lent`` is the array that the view is of, for transports, which only read it: on the way of a small fetch making
+    a view counts.
     """
 
-    __slots__ = ("_release", "array")
+    __slots__ = ("_release", "_view", "lent")
 
     def __init__(self, array: np.ndarray, release: Callable[[], None] | None = None) -> None:
-        view = array.view()
-        view.setflags(write=False)  # half the cost of view.flags, and on the way of every small fetch
-        self.array = view
+        self.lent = array
         self._release = release
+        self._view: np.ndarray | None = None
+
+    @property
+    def array(self) -> np.ndarray:
+        """The read-only view."""
+        view = self._view
+        if view is None:
+            view = self.lent.view()
+            view.setflags(write=False)
+            self._view = view
+        return view
 
     def release(self) -> None:
         release, self._release = self._release, None

@@ -26,8 +26,6 @@ def encode_key(key: str) -> bytes:
 class FetchFuture(Future[np.ndarray]):
     """A future that tells its channel when somebody counts on being called back instead of waiting (and so driving)."""
 
-    __slots__ = ("_hurry",)
-
     def __init__(
         self,
         what: str,

@@ -70,7 +70,7 @@ class _Outgoing:
     def __init__(self, tag: int, lease: Lease) -> None:
         self.tag = tag
         self.lease = lease
-        self.array = lease.array
+        self.array = lease.lent
         self.spec = _spec(self.array.shape, self.array.dtype)
         self.data: memoryview | None = None
         self.dropped = False

@@ -21,9 +21,8 @@ from runtime.transport.onesided.destinations import Destinations
 from runtime.transport.onesided.edges import OutgoingEdges
 from runtime.transport.onesided.endpoint import Action, Endpoint
 from runtime.transport.onesided.fetching import Fetching
-from runtime.transport.onesided.link import Link, Region
+from runtime.transport.onesided.link import NO_REGION, Link, Region
 from runtime.transport.onesided.messages import (
-    NO_REGION,
     Kind,
     Mode,
     decode_eager,
@@ -245,7 +244,8 @@ class OneSidedChannel(Endpoint, Channel):
         expected = fetch.plain and fetch.mode is _READ and fetch.spec_bytes == data and source.nbytes == nbytes
         if expected and self._copies and not fetch.done():
             # The whole tensor, in memory that we see: no completion to wait for.
-            np.copyto(fetch.into, self.link.map(source, decode_spec(data)))  # type: ignore[arg-type]
+            into = fetch.into
+            np.copyto(into, self.link.map(source, into))  # type: ignore[arg-type]
             self._send(pack_header(_RELEASE, 0, 0, request))
             return self._completed(fetch, nbytes)
         spec = decode_spec(data)
@@ -272,9 +272,9 @@ class OneSidedChannel(Endpoint, Channel):
                 self._send(pack_header(_RELEASE, 0, 0, request))
                 self._drop(request)
             return None
-        memory = flat(fetch.landing)
-        if source.nbytes != len(memory):
-            memory = memory[offset : offset + source.nbytes]
+        memory = fetch.landing
+        if source.nbytes != memory.nbytes:
+            memory = flat(memory)[offset : offset + source.nbytes]
         self._read(memory, source, partial(self._read_done, fetch, spec.nbytes if last else 0))
         return None
 

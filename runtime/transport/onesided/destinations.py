@@ -10,8 +10,7 @@ import numpy as np
 from runtime.tensor import TensorSpec
 from runtime.transport.base import Counters
 from runtime.transport.onesided.fetching import Fetching
-from runtime.transport.onesided.link import Link, Region
-from runtime.transport.onesided.messages import NO_REGION
+from runtime.transport.onesided.link import NO_REGION, Link, Region
 from runtime.transport.onesided.protocol import family, spec_bytes
 
 if TYPE_CHECKING:

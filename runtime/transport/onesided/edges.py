@@ -17,7 +17,7 @@ from runtime.errors import ConfigError, CorruptMessageError, ShapeError, StepAbo
 from runtime.future import Future, failed
 from runtime.transport.onesided import messages
 from runtime.transport.onesided.messages import Kind
-from runtime.transport.onesided.protocol import flat, spec_bytes
+from runtime.transport.onesided.protocol import spec_bytes
 from runtime.transport.onesided.registration import Registration
 from runtime.transport.onesided.slots import Offered, decode_offer
 
@@ -157,7 +157,7 @@ class OutgoingEdges:
         edge.flying.append(push.future)
         slot = edge.slot
         channel._write(
-            flat(tensor),
+            tensor,
             slot.region,
             messages.edge_immediate(slot.index, push.generation),
             partial(self._written, edge, push.future, registration),

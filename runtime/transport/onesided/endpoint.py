@@ -37,6 +37,8 @@ Handler = Callable[[memoryview], "Action | None"]
 class Endpoint:
     """What both ends share. ``progress`` may be called by any thread; at most one polls, others return at once or wait."""
 
+    piece: int  # bytes of the longest single operation
+
     def __init__(self, transport: OneSidedTransport, link: Link, peer: str) -> None:
         self.transport = transport
         self.link = link
@@ -48,6 +50,7 @@ class Endpoint:
         self._owed = 0
         self._report_at = max(2, transport.settings.depth // 4)  # in a message that goes anyway
         self._due_at = 2 * self._report_at  # in one of its own
+        self.piece = min(link.max_transfer, transport.settings.chunk_bytes or 1 << 62)
         self._outbox: deque[Callable[[], bool]] = deque()
         # Tag of a post -> the transfer that it completes, which keeps the memory alive until then: a NIC reads it when it likes.
         self._flights: dict[int, Transfer] = {}
@@ -228,11 +231,11 @@ class Endpoint:
         self.counters.messages_out += 1
 
     def _write(self, local: np.ndarray, remote: Region, imm: int, done: Done) -> None:
-        """Write flat ``local`` to ``remote`` in order, then deliver ``imm``; ``done`` runs under the lock."""
+        """Write C-contiguous ``local`` to ``remote`` in order, then deliver ``imm``; ``done`` runs under the lock."""
         self._queue(Transfer(self, local, remote, imm, done).write)
 
     def _read(self, local: np.ndarray, remote: Region, done: Done) -> None:
-        """Read ``remote`` into flat ``local``; ``done`` runs under the lock."""
+        """Read ``remote`` into C-contiguous ``local``; ``done`` runs under the lock."""
         self._queue(Transfer(self, local, remote, 0, done).read)
 
     def _queue(self, job: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,11 @@ class Fetching(Future[Any]):
     def __init__(
         self, channel: OneSidedChannel, key: str, into: np.ndarray | None, mode: Mode, deadline: Deadline
     ) -> None:
-        super().__init__(key, channel._drive)
+        # What Future's own would set, without a call; ``what`` is made when it is read.
+        self._drive = channel._drive
+        self._guard = threading.Lock()
         self.channel = channel
+        self.key = key
         self.into = into
         self.mode = mode
         self.deadline = deadline
@@ -57,7 +61,3 @@ class Fetching(Future[Any]):
     def what(self) -> str:  # type: ignore[override]
         """Words for errors, put together only when somebody reads them."""
         return f"fetch of {self.key} from {self.channel.whence}"
-
-    @what.setter
-    def what(self, key: str) -> None:
-        self.key = key

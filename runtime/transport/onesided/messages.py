@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from runtime.errors import CorruptMessageError
 from runtime.tensor import DTYPE_CODES, DTYPES_BY_CODE, MAX_RANK, TensorSpec
 from runtime.transport.base import MAX_KEY_BYTES
-from runtime.transport.onesided.link import Region
+from runtime.transport.onesided.link import NO_REGION, Region, make_region
 from runtime.wire import MAX_ERROR_BYTES, MAX_TENSOR_BYTES
 
 Buffer = bytes | bytearray | memoryview
@@ -62,7 +62,6 @@ class Mode(enum.IntEnum):
 
 _FETCH_KIND = int(Kind.FETCH)
 _OFFER_KIND = int(Kind.OFFER)
-NO_REGION = Region(0, 0, 0)
 HEADER_BYTES = 8
 MAX_REQUEST = (1 << 31) - 1
 MAX_EDGE_INDEX = (1 << 20) - 1
@@ -83,6 +82,7 @@ _EDGES = struct.Struct("<BBHIQ")  # offer's nonce; then u32 an edge
 FETCH_BYTES = _FETCH.size
 EAGER_BYTES = _EAGER.size
 pack_header = _HEADER.pack
+_unpack_header = _HEADER.unpack
 pack_fetch = _FETCH.pack
 pack_eager = _EAGER.pack
 
@@ -180,8 +180,9 @@ def decode_again(message: memoryview) -> tuple[int, Region]:
 
 def decode_request(message: memoryview) -> int:
     """The request of a message that is only a header."""
-    _exactly(message, _HEADER, "message")
-    return _HEADER.unpack_from(message)[3]
+    if len(message) != HEADER_BYTES:
+        raise CorruptMessageError(f"a message of {len(message)} bytes; it has {HEADER_BYTES}")
+    return _unpack_header(message)[3]
 
 
 def decode_eager(message: memoryview) -> tuple[int, int, bytes, int, int]:
@@ -229,7 +230,7 @@ def decode_offer(message: memoryview) -> tuple[int, Region, int, bytes, int]:
     whole = spec_nbytes(spec_bytes)
     if offset + nbytes > whole:
         raise CorruptMessageError(f"OFFER: {nbytes} bytes at {offset} lie outside a tensor of {whole}")
-    return request, _region((addr, key, nbytes)), offset, spec_bytes, whole
+    return request, make_region((addr, key, nbytes)), offset, spec_bytes, whole
 
 
 def encode_error(request: int, text: bytes, room: int) -> bytes:
@@ -308,5 +309,4 @@ def _exactly(message: memoryview, layout: struct.Struct, name: str) -> None:
 
 # NamedTuple's own constructor is a Python function of 0.2 us.
 _fetch: Callable[[tuple[Any, ...]], Fetch] = functools.partial(tuple.__new__, Fetch)  # type: ignore[arg-type]
-_region: Callable[[tuple[int, int, int]], Region] = functools.partial(tuple.__new__, Region)  # type: ignore[arg-type]
 _MODES = [Mode.EAGER, *Mode]  # by number; 0 never looked up

@@ -193,7 +193,7 @@ class Progress:
                     members = self._members
         finally:
             self._driven = True
-            self._leave(tuple(member for member in quiet if not self._spares(member)))
+            self._leave(tuple([member for member in quiet if not (member.link.costly_bell and self._spares(member))]))
 
     def attend(self, member: Member) -> None:
         """Something is expected of ``member`` now, and perhaps nobody will poll: let its bell ring. Any thread."""
@@ -267,8 +267,8 @@ class Progress:
         return busy
 
     def _spares(self, member: Member) -> bool:
-        """Leave the bell of this member alone for now?"""
-        if not member.link.costly_bell or member.expects() or member not in self._members:
+        """Leave the bell of this member, which costs, alone for now?"""
+        if member.expects() or member not in self._members:
             return False
         self._unarmed.add(member)
         return True

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.tensor import address_of
 from runtime.transport.base import Counters
 
 # What registering costs: a system call plus a part for each byte (rxe under emulation 0.8 ms/MiB, hardware about 0.1).
@@ -73,7 +74,7 @@ class RegistrationCache:
 
     def acquire(self, buffer: np.ndarray) -> Registration:
         """A registration that covers a C-contiguous buffer; give it back with ``release``. Raises what ``register`` raises."""
-        address, nbytes = int(buffer.__array_interface__["data"][0]), buffer.nbytes
+        address, nbytes = address_of(buffer), buffer.nbytes
         with self._guard:
             self._clock += 1
             entry = self._entries.get(address)
@@ -96,7 +97,7 @@ class RegistrationCache:
 
     def find(self, buffer: np.ndarray) -> Registration | None:
         """The acquired registration that covers ``buffer`` (or a part of a larger acquired one); None if there is none."""
-        address, nbytes = int(buffer.__array_interface__["data"][0]), buffer.nbytes
+        address, nbytes = address_of(buffer), buffer.nbytes
         with self._guard:
             entry = self._entries.get(address)
             if entry is not None and entry.nbytes >= nbytes:

@@ -17,7 +17,7 @@ from runtime.transport.base import Lease, TensorSource
 from runtime.transport.onesided import messages
 from runtime.transport.onesided.endpoint import Action, Endpoint, run
 from runtime.transport.onesided.link import Link, Region
-from runtime.transport.onesided.messages import Fetch, Kind, Mode, pack_eager
+from runtime.transport.onesided.messages import Fetch, Kind, Mode, decode_request, encode_offer, pack_eager
 from runtime.transport.onesided.paper import Buffer, PaperSender
 from runtime.transport.onesided.protocol import flat, spec_bytes
 from runtime.transport.onesided.registration import Registration
@@ -99,7 +99,7 @@ class ServingEndpoint(Endpoint):
                 self._refuse(answer, outcome)  # type: ignore[arg-type]
             else:
                 answer.given = True
-                array = lease.array
+                array = lease.lent
                 fetch = answer.fetch
                 nbytes = array.nbytes
                 if nbytes <= fetch.eager_limit and nbytes <= self._small:
@@ -115,7 +115,7 @@ class ServingEndpoint(Endpoint):
                     answer = None  # type: ignore[assignment]
                 else:
                     answer.lease = lease
-                    self._respond_or_refuse(answer, array)
+                    self._respond(answer, array)
             if self._after:
                 after, self._after = self._after, []
             else:
@@ -125,9 +125,23 @@ class ServingEndpoint(Endpoint):
         if after is not None:
             run(after)
 
-    def _respond_or_refuse(self, answer: Answer, array: np.ndarray) -> None:
+    def _respond(self, answer: Answer, array: np.ndarray) -> None:
+        fetch = answer.fetch
+        nbytes = array.nbytes
+        mode = fetch.mode
         try:
-            self._respond(answer, array)
+            if nbytes <= fetch.eager_limit:
+                self._stream(answer, array, spec_bytes(array))
+                return
+            answer.array = array
+            if mode is _READ or mode is _BORROW:
+                self._offer(answer, array)
+            elif mode is not Mode.WRITE:
+                self._paper.respond(answer, array)
+            elif fetch.into.nbytes == nbytes and fetch.spec_bytes == spec_bytes(array):
+                self._write_to(answer, fetch.into)
+            else:
+                self._send(messages.encode_metadata(fetch.request, spec_bytes(array)))
         except CorruptMessageError as error:
             self._fail(error)
             self.link.abort(error)
@@ -141,24 +155,6 @@ class ServingEndpoint(Endpoint):
         answer = Answer(self, fetch)
         self._active[fetch.request] = answer
         return answer.ask, self._source
-
-    def _respond(self, answer: Answer, array: np.ndarray) -> None:
-        fetch = answer.fetch
-        nbytes = array.nbytes
-        if nbytes <= fetch.eager_limit:
-            self._stream(answer, array, spec_bytes(array))
-            return
-        mode = fetch.mode
-        answer.array = array
-        if mode is _READ or mode is _BORROW:
-            self._offer(answer, array)
-        elif mode is Mode.WRITE:
-            if fetch.into.nbytes == nbytes and fetch.spec_bytes == spec_bytes(array):
-                self._write_to(answer, fetch.into)
-            else:
-                self._send(messages.encode_metadata(fetch.request, spec_bytes(array)))
-        else:
-            self._paper.respond(answer, array)
 
     def _stream(self, answer: Answer, array: np.ndarray, data: bytes) -> None:
         """Send a tensor that may be longer than a message through the ring in pieces."""
@@ -174,8 +170,9 @@ class ServingEndpoint(Endpoint):
         if not array.flags.c_contiguous:
             array = np.ascontiguousarray(array)
             self.counters.copies += 1
-        self._register(answer, array)
-        self._write(flat(array), into, answer.fetch.request, partial(self._written, answer, array.nbytes))
+        if self.link.registers:
+            self._register(answer, array)
+        self._write(array, into, answer.fetch.request, partial(self._written, answer, array.nbytes))
 
     def _written(self, answer: Answer, nbytes: int, error: BaseException | None) -> None:
         if error is None and self._active.get(answer.fetch.request) is answer:
@@ -183,24 +180,25 @@ class ServingEndpoint(Endpoint):
             self._served(answer, nbytes)
 
     def _register(self, answer: Answer, array: np.ndarray) -> None:
-        if self.link.registers:
-            try:
-                self.link.region(array)
-            except ValueError:
-                assert self.transport.registrations is not None
-                answer.registration = self.transport.registrations.acquire(array)
+        try:
+            self.link.region(array)
+        except ValueError:
+            assert self.transport.registrations is not None
+            answer.registration = self.transport.registrations.acquire(array)
 
     def _offer(self, answer: Answer, array: np.ndarray) -> None:
         """Tell where the tensor lies; if it does not lie where a peer can read it, copy it there piece by piece."""
         request, data = answer.fetch.request, spec_bytes(array)
         if array.flags.c_contiguous:
+            link = self.link
             try:
-                self._register(answer, array)
-                source = self.link.region(array)
+                if link.registers:
+                    self._register(answer, array)
+                source = link.region(array)
             except ValueError:
                 pass
             else:
-                self._send(messages.encode_offer(request, source, 0, data))
+                self._send(encode_offer(request, source, 0, data))
                 return
         nbytes = array.nbytes
         answer.block = self.transport.arena.allocate(nbytes, f"staging of {answer.fetch.key}")
@@ -209,14 +207,14 @@ class ServingEndpoint(Endpoint):
         self.counters.copies += 1
         if not array.flags.c_contiguous or answer.fetch.mode is _BORROW:
             np.copyto(answer.block.array(TensorSpec.of(array)), array)
-            self._send(messages.encode_offer(request, whole, 0, data))
+            self._send(encode_offer(request, whole, 0, data))
             return
         memory = flat(array)
         chunk = answer.fetch.chunk_bytes or _STAGING_CHUNK
         for offset in range(0, nbytes, chunk):
             size = min(chunk, nbytes - offset)
             np.copyto(staging[offset : offset + size], memory[offset : offset + size])
-            self._send(messages.encode_offer(request, whole.slice(offset, size), offset, data))
+            self._send(encode_offer(request, whole.slice(offset, size), offset, data))
 
     def _on_again(self, message: memoryview) -> None:
         request, into = messages.decode_again(message)
@@ -235,7 +233,7 @@ class ServingEndpoint(Endpoint):
         self.counters.bytes_out -= nbytes  # counted when the receiver has sent its finish
 
     def _on_release(self, message: memoryview) -> None:
-        request = messages.decode_request(message)
+        request = decode_request(message)
         answer = self._active.get(request)
         if answer is None or answer.array is None:
             raise CorruptMessageError(f"RELEASE from {self.peer} for request {request}, which has nothing to release")

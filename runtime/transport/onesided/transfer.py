@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from runtime.transport.onesided.link import Region
+from runtime.transport.onesided.protocol import flat
 
 if TYPE_CHECKING:
     from runtime.transport.onesided.endpoint import Endpoint
@@ -34,10 +35,10 @@ class Transfer:
         self.imm = imm
         self.done = done
         self.offset = 0
-        self.piece = min(endpoint.link.max_transfer, endpoint.transport.settings.chunk_bytes or 1 << 62)
+        self.piece: int = endpoint.piece
 
     def write(self) -> bool:
-        endpoint, size = self.endpoint, len(self.local)
+        endpoint, size = self.endpoint, self.local.nbytes
         link = endpoint.link
         while size - self.offset > self.piece:
             try:
@@ -60,7 +61,7 @@ class Transfer:
         return True
 
     def read(self) -> bool:
-        endpoint, size = self.endpoint, len(self.local)
+        endpoint, size = self.endpoint, self.local.nbytes
         while self.offset < size:
             piece = min(self.piece, size - self.offset)
             last = self.offset + piece == size
@@ -76,6 +77,6 @@ class Transfer:
         return True
 
     def _slice(self, nbytes: int) -> tuple[np.ndarray, Region]:
-        if nbytes == len(self.local):
+        if nbytes == self.local.nbytes:
             return self.local, self.remote
-        return self.local[self.offset : self.offset + nbytes], self.remote.slice(self.offset, nbytes)
+        return flat(self.local)[self.offset : self.offset + nbytes], self.remote.slice(self.offset, nbytes)

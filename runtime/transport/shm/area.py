@@ -58,26 +58,24 @@ class PeerArea:
         self._readable: np.ndarray | None = None
         self._writable: np.ndarray | None = None
 
-    def read(self, region: Region) -> np.ndarray:
-        """A read-only view; CorruptMessageError if the region does not lie in the area."""
-        return self._to_read(region)[region.addr : region.addr + region.nbytes]
-
-    def tensor(self, region: Region, spec: TensorSpec) -> np.ndarray:
-        """As ``read``, as the tensor of ``spec``, which has the region's bytes: one numpy call instead of three."""
-        return np.ndarray(spec.shape, spec.dtype, self._to_read(region), region.addr)
-
-    def write(self, region: Region) -> np.ndarray:
-        """A writable view; CorruptMessageError if the region does not lie in the area."""
-        self._check(region)
-        if self._writable is None:
-            self._writable = self._map(mmap.PROT_READ | mmap.PROT_WRITE, _MADV_POPULATE_WRITE)
-        return self._writable[region.addr : region.addr + region.nbytes]
-
-    def _to_read(self, region: Region) -> np.ndarray:
-        self._check(region)
+    def read(self, region: Region, like: TensorSpec | np.ndarray) -> np.ndarray:
+        """A read-only view of the region with the shape and dtype of ``like``, which has as many bytes. CorruptMessageError if
+        the region does not lie in the area."""
+        addr, key, nbytes = region
+        if key != self.key or addr + nbytes > self.nbytes:
+            raise self._outside(region)
         if self._readable is None:
             self._readable = self._map(mmap.PROT_READ, _MADV_POPULATE_READ)
-        return self._readable
+        return np.ndarray(like.shape, like.dtype, self._readable, addr)
+
+    def write(self, region: Region, like: TensorSpec | np.ndarray) -> np.ndarray:
+        """As ``read``, writable."""
+        addr, key, nbytes = region
+        if key != self.key or addr + nbytes > self.nbytes:
+            raise self._outside(region)
+        if self._writable is None:
+            self._writable = self._map(mmap.PROT_READ | mmap.PROT_WRITE, _MADV_POPULATE_WRITE)
+        return np.ndarray(like.shape, like.dtype, self._writable, addr)
 
     def close(self) -> None:
         """Let the mappings go with the last view of them. Idempotent."""
@@ -86,12 +84,11 @@ class PeerArea:
             self._fd = -1
         self._readable = self._writable = None
 
-    def _check(self, region: Region) -> None:
-        if region.key != self.key or region.addr + region.nbytes > self.nbytes:
-            raise CorruptMessageError(
-                f"{region.nbytes} bytes at {region.addr} under key {region.key:#x} do not lie in the peer's area of "
-                f"{self.nbytes} bytes"
-            )
+    def _outside(self, region: Region) -> CorruptMessageError:
+        return CorruptMessageError(
+            f"{region.nbytes} bytes at {region.addr} under key {region.key:#x} do not lie in the peer's area of "
+            f"{self.nbytes} bytes"
+        )
 
     def _map(self, protection: int, populate: int) -> np.ndarray:
         mapping = mmap.mmap(self._fd, self.nbytes, flags=mmap.MAP_SHARED, prot=protection)

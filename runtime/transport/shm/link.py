@@ -16,14 +16,12 @@ import numpy as np
 from runtime.deadline import Deadline
 from runtime.errors import CorruptMessageError, PeerLostError, ProtocolMismatchError, TransportError
 from runtime.memory.arena import Arena
-from runtime.tensor import TensorSpec
-from runtime.transport.onesided.link import Completion, Link, Op, Region
+from runtime.tensor import TensorSpec, address_of
+from runtime.transport.onesided.link import NO_REGION, Completion, Link, Op, Region, make_region
 from runtime.transport.shm import area
 from runtime.transport.shm.hello import AREA, AREA_GONE, Hello, credentials, decode_area, encode_area, receive_fds
 from runtime.transport.shm.ring import Receiver, Sender, ring_bytes
 
-# Below this a memoryview's assignment is quicker than numpy's; above, numpy gives the GIL up while it copies.
-_SMALL_BYTES = 4096
 _TELL_S = 1.0
 
 
@@ -91,13 +89,13 @@ class ShmLink(Link):
     def region(self, buffer: np.ndarray) -> Region:
         nbytes = buffer.nbytes
         if not nbytes:
-            return Region(0, 0, 0)
+            return NO_REGION
         offset = self._arena.offset_of(buffer)
         if offset is not None:
-            return Region(offset, self._arena_key, nbytes)
-        own = self._own.get(_address(buffer))
+            return make_region((offset, self._arena_key, nbytes))
+        own = self._own.get(address_of(buffer))
         if own is not None and nbytes <= own[3].nbytes:
-            return Region(0, own[0], nbytes)
+            return make_region((0, own[0], nbytes))
         raise ValueError(f"a buffer of {nbytes} bytes does not lie in the arena")
 
     def post_send(self, message: bytes | bytearray | memoryview, tag: int = 0, signalled: bool = False) -> None:
@@ -115,7 +113,7 @@ class ShmLink(Link):
         if local.nbytes != remote.nbytes:
             raise ValueError(f"a write of {local.nbytes} bytes to {remote.nbytes}")
         if remote.nbytes:
-            _copy(self._find(remote).write(remote), local)
+            np.copyto(self._find(remote).write(remote, local), local)
         if imm is not None:
             sender.immediate(imm)
         if signalled:
@@ -125,12 +123,12 @@ class ShmLink(Link):
         if local.nbytes != remote.nbytes:
             raise ValueError(f"a read of {remote.nbytes} bytes into {local.nbytes}")
         if remote.nbytes:
-            _copy(local, self._find(remote).read(remote))
+            np.copyto(local, self._find(remote).read(remote, local))
         if signalled:
             self._receiver.local.append(Completion(Op.READ, tag, 0, None, None))
 
-    def map(self, remote: Region, spec: TensorSpec) -> np.ndarray:
-        return self._find(remote).tensor(remote, spec)
+    def map(self, remote: Region, like: TensorSpec | np.ndarray) -> np.ndarray:
+        return self._find(remote).read(remote, like)
 
     def allocate(self, nbytes: int) -> np.ndarray:
         """A memory file of its own, which the peer maps when it is first named to it: what registering is to a NIC."""
@@ -143,11 +141,11 @@ class ShmLink(Link):
         except OSError as error:
             os.close(fd)
             raise PeerLostError(f"{self.peer} does not take a buffer: {error}") from error
-        self._own[_address(memory)] = (key, fd, mapping, memory)
+        self._own[address_of(memory)] = (key, fd, mapping, memory)
         return memory
 
     def free(self, buffer: np.ndarray) -> None:
-        own = self._own.pop(_address(buffer), None)
+        own = self._own.pop(address_of(buffer), None)
         if own is not None:  # else ``close`` was quicker
             os.close(own[1])
             with contextlib.suppress(OSError):
@@ -258,17 +256,6 @@ class ShmLink(Link):
         finally:
             for fd in fds:
                 os.close(fd)
-
-
-def _copy(to: np.ndarray, source: np.ndarray) -> None:
-    if to.nbytes <= _SMALL_BYTES and source.nbytes <= _SMALL_BYTES:
-        to.data[:] = source.data
-    else:
-        np.copyto(to, source)
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _is_eventfd(fd: int) -> bool:

@@ -19,6 +19,7 @@ from collections import deque
 import numpy as np
 
 from runtime.errors import ChannelClosedError, PeerLostError, TransportError
+from runtime.tensor import address_of
 from runtime.transport.onesided.link import Completion, Link, Op, Region
 from runtime.transport.verbs.binding import (
     INLINE,
@@ -90,7 +91,7 @@ class VerbsLink(Link):
         self._map = mmap.mmap(-1, (receives + self._send_slots) * self._slot_bytes)
         self._ring = memoryview(self._map)
         ring = np.frombuffer(self._map, np.uint8)
-        base = int(ring.__array_interface__["data"][0])
+        base = address_of(ring)
         self._ring_region: MemoryRegion = memory.register(ring, LOCAL_WRITE)
         try:
             self._pair = _queue_pair(device, self.max_inflight, receives)
@@ -366,7 +367,7 @@ class VerbsLink(Link):
             raise ValueError(f"{nbytes} bytes here do not fit {remote.nbytes} bytes there")
         if not nbytes:
             return self._send_address, self._ring_region.lkey
-        address = int(local.__array_interface__["data"][0])
+        address = address_of(local)
         return address, self._memory.keys(address, local).lkey
 
     def _look(self) -> None:

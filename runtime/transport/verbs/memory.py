@@ -9,13 +9,13 @@ import numpy as np
 
 from runtime.errors import TransportError
 from runtime.memory.arena import Arena
+from runtime.tensor import address_of
 from runtime.transport.base import Counters
-from runtime.transport.onesided.link import Region
+from runtime.transport.onesided.link import NO_REGION, Region, make_region
 from runtime.transport.onesided.registration import RegistrationCache
 from runtime.transport.verbs.binding import LOCAL_WRITE, REMOTE_READ, REMOTE_WRITE, Device, MemoryRegion
 from runtime.transport.verbs.device import check_locked_memory
 
-NO_REGION = Region(0, 0, 0)
 _EXPORTED = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ
 
 
@@ -45,7 +45,7 @@ class Memory:
     def register(self, buffer: np.ndarray, access: int = _EXPORTED) -> MemoryRegion:
         """Register a C-contiguous, writable buffer; the caller keeps it alive and closes the region. TransportError, with
         the command that raises the limit where that is the reason."""
-        address = int(buffer.__array_interface__["data"][0])
+        address = address_of(buffer)
         try:
             return self._device.register(address, buffer.nbytes, access)
         except TransportError as error:
@@ -70,8 +70,8 @@ class Memory:
         """How a peer names a buffer; ValueError if it is not registered."""
         if not buffer.nbytes:
             return NO_REGION
-        address = int(buffer.__array_interface__["data"][0])
-        return Region(address, self.keys(address, buffer).rkey, buffer.nbytes)
+        address = address_of(buffer)
+        return make_region((address, self.keys(address, buffer).rkey, buffer.nbytes))
 
     def allocate(self, nbytes: int) -> np.ndarray:
         """Fresh registered memory, until ``free``."""
@@ -80,12 +80,12 @@ class Memory:
         region = self.register(np.frombuffer(mapping, np.uint8))
         self._counters.registrations += 1
         self._counters.allocations += 1
-        self._allocated[int(buffer.__array_interface__["data"][0])] = (region, mapping, nbytes)
+        self._allocated[address_of(buffer)] = (region, mapping, nbytes)
         return buffer
 
     def free(self, buffer: np.ndarray) -> None:
         """Give ``allocate``'s memory back. The mapping goes with the last view of it."""
-        region, _, _ = self._allocated.pop(int(buffer.__array_interface__["data"][0]))
+        region, _, _ = self._allocated.pop(address_of(buffer))
         region.close()
 
     def close(self) -> None:
