@@ -100,7 +100,7 @@ def check_tensors(name: str) -> None:
 
 def sizes(largest: int) -> list[int]:
     """Sizes around every boundary that a protocol may have: slots, chunks, pages, thresholds."""
-    edges = [4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB]
+    edges = [KIB, 4 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB]
     around = [edge + off for edge in edges for off in (-1, 0, 1)]
     return [n for n in [0, 1, 7, 8, 1000, *around, 16 * MIB + 3, 64 * MIB, 256 * MIB, 1024 * MIB] if n <= largest]
 

@@ -31,17 +31,22 @@ def ring(slots: int = SLOTS) -> Iterator[tuple[Sender, Receiver, int]]:
         os.close(bell)
 
 
-items = st.one_of(st.binary(max_size=STRIDE), st.integers(0, (1 << 32) - 1))
+messages = st.binary(max_size=STRIDE)
+# A message in two parts, a message in one, an immediate.
+items = st.one_of(st.tuples(messages, st.integers(0, STRIDE)), messages, st.integers(0, (1 << 32) - 1))
 
 
 @given(st.lists(items, max_size=80), st.integers(1, 10))
-def test_everything_arrives_in_order(sent: list[bytes | int], batch: int) -> None:
+def test_everything_arrives_in_order(sent: list[tuple[bytes, int] | bytes | int], batch: int) -> None:
     with ring() as (sender, receiver, _):
         waiting, got = list(sent), []
         while len(got) < len(sent):
             while waiting:
                 try:
-                    if isinstance(waiting[0], bytes):
+                    if isinstance(waiting[0], tuple):
+                        message, middle = waiting[0]
+                        sender.gathered(message[:middle], memoryview(message)[middle:])
+                    elif isinstance(waiting[0], bytes):
                         sender.message(waiting[0])
                     else:
                         sender.immediate(waiting[0])
@@ -50,7 +55,7 @@ def test_everything_arrives_in_order(sent: list[bytes | int], batch: int) -> Non
                 waiting.pop(0)
             for completion in receiver.poll(batch):
                 got.append(bytes(completion.payload) if completion.op is Op.MESSAGE else completion.imm)
-        assert got == sent
+        assert got == [item[0] if isinstance(item, tuple) else item for item in sent]
         assert not receiver.poll(batch)
         assert not receiver.ready()
 
@@ -62,6 +67,8 @@ def test_a_full_ring_blocks_without_effect() -> None:
         for _ in range(3):
             with pytest.raises(BlockingIOError):
                 sender.message(b"too many")
+            with pytest.raises(BlockingIOError):
+                sender.gathered(b"too", memoryview(b"many"))
             with pytest.raises(BlockingIOError):
                 sender.immediate(1)
         assert [bytes(c.payload) for c in receiver.poll(64)] == [bytes([at]) for at in range(SLOTS)]
@@ -97,6 +104,9 @@ def test_a_message_too_long_is_refused() -> None:
         sender.message(bytes(STRIDE))
         with pytest.raises(ValueError, match="longer"):
             sender.message(bytes(STRIDE + 1))
+        sender.gathered(bytes(10), memoryview(bytes(STRIDE - 10)))
+        with pytest.raises(ValueError, match="longer"):
+            sender.gathered(bytes(10), memoryview(bytes(STRIDE - 9)))
 
 
 def test_nothing_is_seen_or_touched_after_close() -> None:

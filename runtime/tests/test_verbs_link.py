@@ -144,6 +144,18 @@ def test_messages_arrive_whole_and_in_order_inline_and_not(links: tuple[VerbsLin
         left.post_send(bytes(2049))
 
 
+def test_a_message_in_two_parts_arrives_as_one(links: tuple[VerbsLink, VerbsLink]) -> None:
+    left, right = links
+    sizes = [0, 1, 511, 512, 513, 2048]
+    for at, size in enumerate(sizes):
+        whole = pattern(size, at).tobytes()
+        left.post_gathered(whole[: size // 3], memoryview(whole)[size // 3 :])
+    received = collect(right, len(sizes))
+    assert [bytes(item.payload or b"") for item in received] == [pattern(s, at).tobytes() for at, s in enumerate(sizes)]
+    with pytest.raises(ValueError, match="longer than 2048"):
+        left.post_gathered(bytes(2), memoryview(bytes(2047)))
+
+
 def test_many_messages_go_round_the_ring(links: tuple[VerbsLink, VerbsLink]) -> None:
     left, right = links
     total, sent, received = 1000, 0, 0

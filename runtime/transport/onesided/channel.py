@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 _READ, _WRITE, _BORROW = Mode.READ, Mode.WRITE, Mode.BORROW
 _RELEASE = int(Kind.RELEASE)
 _MAX_REQUEST = messages.MAX_REQUEST
+# Longer tensors are lent to who borrows them: a copy needs memory of its own.
+_BORROWED_BYTES = 4096
 
 
 class OneSidedChannel(Endpoint, Channel):
@@ -51,6 +53,7 @@ class OneSidedChannel(Endpoint, Channel):
     def __init__(self, transport: OneSidedTransport, link: Link, peer: str) -> None:
         super().__init__(transport, link, peer)
         self._mode, self._eager_limit = choose(transport.settings, link)
+        self._borrow_limit = min(transport.settings.eager_threshold, _BORROWED_BYTES)
         self._inflight = transport.settings.inflight
         self.whence = f"{peer} over {transport.name}"
         self._tracer = transport.tracer
@@ -83,7 +86,7 @@ class OneSidedChannel(Endpoint, Channel):
     def borrow(self, key: str, *, deadline: Deadline) -> Future[Lease]:
         if not self.link.maps:
             return super().borrow(key, deadline=deadline)
-        return self._start(key, None, _BORROW, self.transport.settings.eager_threshold, deadline)
+        return self._start(key, None, _BORROW, self._borrow_limit, deadline)
 
     def prepare(self, offer: bytes) -> None:
         self._edges.prepare(offer)
@@ -364,7 +367,7 @@ class OneSidedChannel(Endpoint, Channel):
             if fetch.done():
                 self._destinations.conclude(fetch)
                 continue
-            limit = self.transport.settings.eager_threshold if fetch.mode is _BORROW else self._eager_limit
+            limit = self._borrow_limit if fetch.mode is _BORROW else self._eager_limit
             region = self.link.region(fetch.landing) if fetch.landing is not None else NO_REGION
             self._ask(fetch, key_bytes, region, limit)
 

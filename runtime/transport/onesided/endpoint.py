@@ -66,6 +66,7 @@ class Endpoint:
         settings = transport.settings
         unregistered = settings.protocol.startswith("paper") and not settings.message_reuse
         self._post_send = self._send_from_new_buffer if unregistered else link.post_unsignalled
+        self._post_gathered = self._gather_into_new_buffer if unregistered else link.post_gathered
         self._poll = link.poll
         self._take_message = link.take
         self.peek = link.peek
@@ -230,6 +231,19 @@ class Endpoint:
         self._credits -= 1
         self.counters.messages_out += 1
 
+    def _send_gathered(self, head: bytes, body: memoryview) -> None:
+        """``_send`` of a message that is ``head`` and then ``body``, which may be reused when this returns."""
+        if self._outbox or self._credits <= RESERVE or self._owed >= self._report_at:
+            self._send(b"".join((head, body)))
+            return
+        try:
+            self._post_gathered(head, body)
+        except BlockingIOError:
+            self._outbox.append(partial(self._send_later, b"".join((head, body))))
+            return
+        self._credits -= 1
+        self.counters.messages_out += 1
+
     def _write(self, local: np.ndarray, remote: Region, imm: int, done: Done) -> None:
         """Write C-contiguous ``local`` to ``remote`` in order, then deliver ``imm``; ``done`` runs under the lock."""
         self._queue(Transfer(self, local, remote, imm, done).write)
@@ -270,6 +284,9 @@ class Endpoint:
             self.link.post_send(buffer.data)
         finally:
             self.link.free(buffer)
+
+    def _gather_into_new_buffer(self, head: bytes, body: memoryview) -> None:
+        self._send_from_new_buffer(b"".join((head, body)))
 
     def _take_after(self) -> list[Action]:
         after = self._after

@@ -97,6 +97,10 @@ class Link(ABC):
         """``post_send`` without a tag or a completion: what the protocols use, so a link may make it quick."""
         self.post_send(message)
 
+    def post_gathered(self, head: bytes, body: memoryview) -> None:
+        """``post_unsignalled`` of one message that is ``head`` and then ``body`` (flat bytes), without joining them first."""
+        self.post_unsignalled(b"".join((head, body)))
+
     @abstractmethod
     def post_write(
         self, local: np.ndarray, remote: Region, imm: int | None = None, tag: int = 0, signalled: bool = True

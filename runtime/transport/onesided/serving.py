@@ -19,7 +19,7 @@ from runtime.transport.onesided.endpoint import Action, Endpoint, run
 from runtime.transport.onesided.link import Link, Region
 from runtime.transport.onesided.messages import Fetch, Kind, Mode, decode_request, encode_offer, pack_eager
 from runtime.transport.onesided.paper import Buffer, PaperSender
-from runtime.transport.onesided.protocol import flat, spec_bytes
+from runtime.transport.onesided.protocol import flat, flat_memory, spec_bytes
 from runtime.transport.onesided.registration import Registration
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ _EAGER = int(Kind.EAGER)
 _READ, _BORROW = Mode.READ, Mode.BORROW
 # A peer may have this many fetches unanswered; its own limit (``Settings.inflight``) is lower or the same.
 _MAX_ACTIVE = (1 << 16) + 1
+# Up to this size joining header and payload costs less than writing them one after the other.
+_JOINED_BYTES = 1024
 # Pieces in which a source outside the arena is copied into it while the peer already reads the piece before.
 _STAGING_CHUNK = 1 << 20
 
@@ -105,7 +107,11 @@ class ServingEndpoint(Endpoint):
                 if nbytes <= fetch.eager_limit and nbytes <= self._small:
                     # All that latency is measured by: answered on the spot, and the lease is given back below.
                     data = spec_bytes(array)
-                    self._send(pack_eager(_EAGER, 0, 0, fetch.request, 0, len(data)) + data + array.tobytes())
+                    head = pack_eager(_EAGER, 0, 0, fetch.request, 0, len(data)) + data
+                    if nbytes > _JOINED_BYTES and array.flags.c_contiguous:
+                        self._send_gathered(head, flat_memory(array))
+                    else:
+                        self._send(head + array.tobytes())
                     counters = self.counters
                     if nbytes:
                         counters.copies += 1

@@ -77,6 +77,7 @@ class ShmLink(Link):
             os.close(ring_fd)
         # Every message goes through these; a call in between would cost a tenth of its way.
         self.post_unsignalled = self._sender.message  # type: ignore[method-assign,assignment]
+        self.post_gathered = self._sender.gathered  # type: ignore[method-assign]
         self.take = receiver.take  # type: ignore[method-assign]
         self.peek = receiver.ready  # type: ignore[method-assign]
         self.disarm = receiver.disarm  # type: ignore[method-assign]

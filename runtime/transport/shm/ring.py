@@ -201,20 +201,23 @@ class Sender(_Ring):
         if words[_BELL]:
             self._ring()
 
+    def gathered(self, head: bytes, body: memoryview) -> None:
+        """Publish a message that is ``head`` and then ``body`` (flat bytes); as ``message``."""
+        middle, size = len(head), len(head) + len(body)
+        if size > self.max_payload:
+            raise ValueError(f"a message of {size} bytes is longer than {self.max_payload}")
+        if not self._room:
+            self.need_room()
+        start = self._small if size <= SMALL_BYTES else self._large
+        self._memory[start : start + middle] = head
+        self._memory[start + middle : start + size] = body
+        self._publish(_MESSAGE << 40 | size)
+
     def immediate(self, imm: int) -> None:
         """Publish an immediate; as ``message``."""
         if not self._room:
             self.need_room()
-        words = self._words
-        words[self._word] = self._lap | _IMMEDIATE << 40 | imm
-        self._room -= 1
-        self._count = count = self._count + 1
-        if not count & self._mask:
-            self._lap = (count // self.slots + 1 & _LAP_MASK) << 48
-        self._barrier()
-        self._word, self._small, self._large, self._barrier = self._steps[count & self._mask]
-        if words[_BELL]:
-            self._ring()
+        self._publish(_IMMEDIATE << 40 | imm)
 
     def need_room(self) -> None:
         """BlockingIOError if the ring is full."""
@@ -226,6 +229,19 @@ class Sender(_Ring):
         self._room = self.slots - (self._count - head)
         if not self._room:
             raise BlockingIOError("the peer's ring is full")
+
+    def _publish(self, word: int) -> None:
+        # ``message`` does the same without the call.
+        words = self._words
+        words[self._word] = self._lap | word
+        self._room -= 1
+        self._count = count = self._count + 1
+        if not count & self._mask:
+            self._lap = (count // self.slots + 1 & _LAP_MASK) << 48
+        self._barrier()
+        self._word, self._small, self._large, self._barrier = self._steps[count & self._mask]
+        if words[_BELL]:
+            self._ring()
 
     def _whole_fence(self) -> None:
         with self._fence:

@@ -18,7 +18,9 @@ import secrets
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -29,6 +31,7 @@ from runtime.trace import Tracer
 from runtime.transport.base import Availability, Options
 from runtime.transport.onesided import messages
 from runtime.transport.onesided.link import Link, Region
+from runtime.transport.onesided.settings import Settings
 from runtime.transport.onesided.transport import OneSidedTransport
 from runtime.transport.shm import hello
 from runtime.transport.shm.hello import Hello
@@ -42,10 +45,19 @@ _MAX_STRANGERS = 256
 _PREFIX = b"shm:"
 
 
+@dataclass(frozen=True, slots=True)
+class ShmSettings(Settings):
+    """The one-sided settings, with a higher ``eager_threshold``: two copies through the ring cost less than an offer and its
+    release up to 32 KiB, about the same at 64 KiB (measured on Zen 3, 2.4 GHz)."""
+
+    eager_threshold: int = 32 << 10
+
+
 class ShmTransport(OneSidedTransport):
     """Needs an arena opened with ``shared=True``. Connects processes of one host and user, or two ends in one process."""
 
     name = "shm"
+    settings_class: ClassVar[type[Settings]] = ShmSettings
 
     def __init__(self, options: Options, arena: Arena, tracer: Tracer | None = None) -> None:
         options.settings(self.name, self.settings_class)  # a wrong setting is the likelier mistake

@@ -178,20 +178,36 @@ class VerbsLink(Link):
     def post_send(self, message: bytes | bytearray | memoryview, tag: int = 0, signalled: bool = False) -> None:
         number = self._next()
         nbytes = len(message)
+        slot = self._send_slot(nbytes)
+        start = self._send_base + slot
+        self._ring[start : start + nbytes] = message
+        self._send(number, slot, nbytes, tag, signalled)
+
+    post_unsignalled = post_send
+
+    def post_gathered(self, head: bytes, body: memoryview) -> None:
+        number = self._next()
+        middle, nbytes = len(head), len(head) + len(body)
+        slot = self._send_slot(nbytes)
+        start = self._send_base + slot
+        self._ring[start : start + middle] = head
+        self._ring[start + middle : start + nbytes] = body
+        self._send(number, slot, nbytes, 0, False)
+
+    def _send_slot(self, nbytes: int) -> int:
+        """Where in the sending half of the ring the next message goes."""
         if nbytes > self.max_message:
             raise ValueError(f"a message of {nbytes} bytes is longer than {self.max_message}")
         # As many slots as requests may be outstanding, so the slot of this one is free.
-        slot = self._messages % self._send_slots * self._slot_bytes
-        start = self._send_base + slot
-        self._ring[start : start + nbytes] = message
+        return self._messages % self._send_slots * self._slot_bytes
+
+    def _send(self, number: int, slot: int, nbytes: int, tag: int, signalled: bool) -> None:
         flags = self._flags(number, signalled)
         if nbytes <= self._pair.max_inline:
             flags |= INLINE
         self._pair.post(_SEND, number, self._send_address + slot, nbytes, self._ring_region.lkey, flags)
         self._messages += 1
         self._is_posted(number, flags, Op.SENT if signalled else None, tag)
-
-    post_unsignalled = post_send
 
     def post_write(
         self, local: np.ndarray, remote: Region, imm: int | None = None, tag: int = 0, signalled: bool = True
