@@ -182,7 +182,7 @@ class OneSidedChannel(Endpoint, Channel):
             if nbytes and not fetch.done():
                 flat_memory(fetch.into)[:] = message[start:]  # type: ignore[arg-type]
                 self.counters.copies += 1
-            return self._completed(fetch, nbytes)
+            return self._completed(fetch, fetch.into, nbytes)
         fetch = self._pending_fetch(request, "EAGER")
         spec = decode_spec(data)
         if fetch.received != offset:
@@ -206,15 +206,15 @@ class OneSidedChannel(Endpoint, Channel):
             self._finish(fetch, fetch.landing, spec.nbytes)
         return None
 
-    def _completed(self, fetch: Fetching, nbytes: int) -> Action:
-        """The whole tensor of a plain fetch lies in ``into``."""
+    def _completed(self, fetch: Fetching, result: Any, nbytes: int) -> Action:
+        """``_finish`` of a fetch for which no memory is held: with what the caller set into the future once the lock is free."""
         self.counters.bytes_in += nbytes
         del self._pending[fetch.request]
         if fetch.started_ns:
             self._record(fetch, nbytes)
         if self._queued:
             self._next_queued()
-        return fetch.set_result, fetch.into
+        return fetch.set_result, result
 
     def _on_metadata(self, message: memoryview) -> None:
         request, spec = messages.decode_metadata(message)
@@ -250,11 +250,10 @@ class OneSidedChannel(Endpoint, Channel):
             into = fetch.into
             np.copyto(into, self.link.map(source, into))  # type: ignore[arg-type]
             self._send(pack_header(_RELEASE, 0, 0, request))
-            return self._completed(fetch, nbytes)
+            return self._completed(fetch, into, nbytes)
         spec = decode_spec(data)
         if fetch.mode is _BORROW:
-            self._lend(fetch, source, spec)
-            return None
+            return self._lend(fetch, source, spec, nbytes)
         if fetch.mode is Mode.PAPER_READ:
             self._paper.offered(fetch, source, spec)
             return None
@@ -287,17 +286,17 @@ class OneSidedChannel(Endpoint, Channel):
             assert fetch.landing is not None
             self._finish(fetch, fetch.landing, nbytes)
 
-    def _lend(self, fetch: Fetching, source: Region, spec: TensorSpec) -> None:
-        if source.nbytes != spec.nbytes:
+    def _lend(self, fetch: Fetching, source: Region, spec: TensorSpec, nbytes: int) -> Action | None:
+        if source.nbytes != nbytes:
             raise CorruptMessageError(f"OFFER from {self.peer} of {source.nbytes} bytes to borrow {spec}")
         view = self.link.map(source, spec)
+        request = fetch.request
         if fetch.done():  # too late
-            self._send(pack_header(_RELEASE, 0, 0, fetch.request))
-            self._drop(fetch.request)
-            return
-        self._leased.add(fetch.request)
-        lease = Lease(view, partial(self._give_back, fetch.request))
-        self._finish(fetch, lease, spec.nbytes)
+            self._send(pack_header(_RELEASE, 0, 0, request))
+            self._drop(request)
+            return None
+        self._leased.add(request)
+        return self._completed(fetch, Lease(view, partial(self._give_back, request)), nbytes)
 
     def _give_back(self, request: int) -> None:
         with self._lock:
@@ -331,7 +330,7 @@ class OneSidedChannel(Endpoint, Channel):
         self.counters.bytes_in += nbytes
         if fetch.mode is Mode.WRITE and fetch.into is None:
             self._destinations.remember(fetch.key, TensorSpec.of(result))
-        if fetch.mode is _BORROW and not isinstance(result, Lease):
+        if fetch.mode is _BORROW:  # a copy, because it came eagerly
             result = Lease(result)
         self._after.append((fetch.set_result, result))
         if fetch.started_ns:

@@ -238,17 +238,26 @@ class ServingEndpoint(Endpoint):
     def _paper_written(self, nbytes: int, error: BaseException | None) -> None:
         self.counters.bytes_out -= nbytes  # counted when the receiver has sent its finish
 
-    def _on_release(self, message: memoryview) -> None:
+    def _on_release(self, message: memoryview) -> Action | None:
         request = decode_request(message)
         answer = self._active.get(request)
         if answer is None or answer.array is None:
             raise CorruptMessageError(f"RELEASE from {self.peer} for request {request}, which has nothing to release")
-        if answer.fetch.mode is Mode.WRITE or (answer.fetch.mode is Mode.PAPER_WRITE and not answer.writing):
+        mode = answer.fetch.mode
+        if (mode is _READ or mode is _BORROW) and answer.block is None and answer.registration is None:
+            # Lent as it lies, which is what latency is measured by.
+            counters = self.counters
+            counters.served += 1
+            counters.bytes_out += answer.array.nbytes
+            del self._active[request]
+            return Lease.release, answer.lease
+        if mode is Mode.WRITE or (mode is Mode.PAPER_WRITE and not answer.writing):
             # The peer had no use for the tensor that METADATA described.
             self._let_go(answer)
             del self._active[request]
         else:
             self._served(answer, answer.array.nbytes)
+        return None
 
     def _refuse(self, answer: Answer, error: BaseException) -> None:
         self._send(messages.encode_error(answer.fetch.request, wire.error_text(error), self.link.max_message))
