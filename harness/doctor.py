@@ -206,7 +206,8 @@ def _memcpy(start: int | None, cache: int | None) -> Check:
     """Does memcpy take the caches for larger than they are?"""
     name = "memcpy past the caches"
     if start is None or cache is None:
-        return Check(name, "info", "the C library does not say from which length on")
+        silent = "C library does not say from which length on" if start is None else "kernel shows no third-level cache"
+        return Check(name, "info", f"the {silent}")
     found = f"from {units.format_bytes(start)}; the last cache has {units.format_bytes(cache)}"
     if start <= cache:
         return Check(name, "ok", found)
@@ -217,7 +218,7 @@ def _memcpy(start: int | None, cache: int | None) -> Check:
         )
     exports = " ".join(f"{variable}={value}" for variable, value in correction.items())
     return Check(
-        name, "info", f"{found}; our launchers correct it for ranks on this host", f"elsewhere: export {exports}"
+        name, "info", f"{found}; ranks that we start on this host have it corrected", f"elsewhere: export {exports}"
     )
 
 

@@ -20,7 +20,7 @@ from runtime.memory import memcpy
 
 _PACKAGES = ("numpy", "grpcio", "protobuf", "pandas", "pyarrow", "ibverbs", "torch", "tensorflow-cpu", "mpi4py")
 # What changes from run to run on one machine does not enter the environment's hash.
-_VOLATILE = ("load", "memory_available_bytes", "git")
+_VOLATILE = ("load", "memory_available_bytes", "memcpy_past_caches_from_bytes", "git")
 
 
 def describe() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def describe() -> dict[str, Any]:
         "huge_pages": _chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled")) or "not exposed",
         "huge_pages_shared": _chosen(_read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) or "not exposed",
         "cache_bytes": memcpy.last_cache(),
-        # Of this process; the launchers set it for ranks where it is beyond the cache.
+        # Of this process; where it lies beyond the cache, ranks say in their facts what they were started with.
         "memcpy_past_caches_from_bytes": memcpy.threshold(),
         "tcp_congestion": _read("/proc/sys/net/ipv4/tcp_congestion_control"),
         "memlock_bytes": _memlock(),

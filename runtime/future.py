@@ -1,6 +1,6 @@
 """Future: a result that comes later, cheap enough for a hot path.
 
-``concurrent.futures.Future`` costs a condition variable and about 10 us a use. This one allocates a lock only when somebody
+``concurrent.futures.Future`` costs a condition variable and about 10 us a use. This one makes an event only when somebody
 really blocks, and lets the waiting thread itself drive the transport's progress (DESIGN, "Progress"), which is what
 makes a shared-memory round trip a few microseconds.
 """

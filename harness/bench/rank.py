@@ -27,6 +27,7 @@ from harness.cell import Cell
 from harness.records import RankRecord, write_rank
 from runtime.deadline import Deadline
 from runtime.errors import UnavailableError
+from runtime.memory import memcpy
 
 RECORD_MARK = "verbflow-record:"
 EXIT_FAILED = 3
@@ -88,7 +89,8 @@ def run_rank(folder: Path, rank: int) -> int:
         if group is not None:
             group.close()
     record.facts = {"pid": os.getpid(), "host": os.uname().nodename, "cpus": sorted(os.sched_getaffinity(0))}
-    record.facts |= {name: os.environ[name] for name in ("OMP_NUM_THREADS", "OPENBLAS_CORETYPE") if name in os.environ}
+    recorded = ("OMP_NUM_THREADS", "OPENBLAS_CORETYPE", memcpy.VARIABLE)
+    record.facts |= {name: os.environ[name] for name in recorded if name in os.environ}
     write_rank(folder / f"rank-{rank}.npz", record)
     return code
 

@@ -186,6 +186,8 @@ class Launcher(ABC):
     def specs(self, job: JobSpec) -> list[RankSpec]:
         """The ranks of a job. Pure."""
         environment = {**job.environment, "VERBFLOW_PARENT_DEATH": "0" if self.spread else "1"}
+        if memcpy.VARIABLE in os.environ:  # a choice goes to other hosts too; ours is of this host only, see ``start``
+            environment[memcpy.VARIABLE] = os.environ[memcpy.VARIABLE]
         return [
             RankSpec(rank, job.size, job.folder, self.host(rank), environment, self._cpus(rank, job.size))
             for rank in range(job.size)

@@ -6,6 +6,7 @@ import pytest
 
 from harness import runner
 from harness.cell import Cell, Measure, schedule
+from harness.launch import base
 from harness.launch.base import JobSpec, RankSpec, by_core, known_launchers, launcher, split_cpus
 from harness.launch.slurm import SlurmLauncher
 from runtime.errors import ConfigError
@@ -91,3 +92,30 @@ def test_unknown_launchers_and_options_list_the_known_ones():
         launcher("teleport")
     with pytest.raises(ConfigError, match="has no option color"):
         launcher("local", {"color": "red"})
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_ranks_on_this_host_have_memcpy_corrected_and_a_choice_goes_everywhere(tmp_path, monkeypatch, spread):
+    started = []
+
+    class Started:
+        pid = 1
+
+        def __init__(self, command, *, env, **_):
+            started.append(env.get("GLIBC_TUNABLES"))
+
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setattr(base.subprocess, "Popen", Started)
+    monkeypatch.setattr(
+        base.memcpy,
+        "environment",
+        lambda inherited: {} if "GLIBC_TUNABLES" in inherited else {"GLIBC_TUNABLES": "ours"},
+    )
+    found = launcher("local")
+    monkeypatch.setattr(type(found), "spread", spread)
+    job = JobSpec(Cell("", "transfer", {}), 1, tmp_path, tmp_path)
+    found.start(job)
+    monkeypatch.setenv("GLIBC_TUNABLES", "theirs")
+    found.start(job)
+    assert started == [None if spread else "ours", "theirs"]
+    assert found.specs(job)[0].environment["GLIBC_TUNABLES"] == "theirs"

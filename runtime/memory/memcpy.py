@@ -2,7 +2,7 @@
 
 A write through the caches first reads the line that it overwrites, and drives out of them what somebody may still need. So glibc
 copies with non-temporal stores from a threshold on that it makes from the size of the last cache. Where it believes in a
-cache much larger than there is (a processor's AMD whose several last caches it takes for one, a virtual machine whose CPUID
+cache much larger than there is (an AMD processor whose several last caches it takes for one, a virtual machine whose CPUID
 speaks of its host's), tensors between the true size and the believed one take up to twice as long as they should.
 
 The threshold is read when a process starts, so it is set in the environment of those that we start (tunable
@@ -27,20 +27,21 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def threshold(tunables: str | None = None) -> int | None:
     """Bytes from which memcpy writes past the caches in a process started with ``tunables`` in its environment (by default
-    this one's); None where the C library does not say (no glibc of 2.33 or later, no x86)."""
+    this one's); None where the C library does not say (no glibc of 2.34 or later, no x86-64)."""
     return _threshold(os.environ.get(VARIABLE, "") if tunables is None else tunables)
 
 
 def last_cache(caches: Path = _CACHES) -> int | None:
-    """Bytes of the last cache that holds data, as the kernel tells; None where it does not."""
+    """Bytes of the third-level cache or one behind it, as the kernel tells; None where it does not, or there is none."""
     sizes: list[tuple[int, int]] = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         for index in caches.glob("index*"):
             if (index / "type").read_text().strip() in ("Unified", "Data"):
-                size = (index / "size").read_text().strip()
-                number, unit = (size[:-1], _UNITS[size[-1]]) if size[-1:].isalpha() else (size, 1)
+                text = (index / "size").read_text().strip()
+                number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:].isalpha() else (text, 1)
                 sizes.append((int((index / "level").read_text()), int(number) * unit))
-        return max(sizes)[1] if sizes else None
+        level, size = max(sizes, default=(0, 0))
+        return size if level >= 3 else None
     return None
 
 
@@ -60,13 +61,15 @@ def environment(inherited: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @functools.cache
 def _threshold(tunables: str) -> int | None:
-    """What the loader that this interpreter was started by lists; it takes a millisecond."""
+    """What the loader that this interpreter was started by lists; it takes some milliseconds."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-        loader = re.search(r"(/\S*/ld-linux-x86-64\S*)$", maps, re.MULTILINE)
+        # The sixth field is the path, which may have spaces in it.
+        paths = [fields[5] for line in maps.splitlines() if len(fields := line.split(None, 5)) == 6]
+        loader = next((path for path in paths if re.search(r"/ld-linux-x86-64\.so\.\d+$", path)), None)
         if loader is not None:
             listed = subprocess.run(
-                [loader[1], "--list-tunables"],
+                [loader, "--list-tunables"],
                 env={VARIABLE: tunables},
                 capture_output=True,
                 text=True,

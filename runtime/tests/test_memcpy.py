@@ -32,6 +32,9 @@ def test_the_last_cache_that_holds_data_is_found(tmp_path):
     assert memcpy.last_cache(tmp_path) == 32 << 20
     (tmp_path / "index3" / "size").write_text("much\n")
     assert memcpy.last_cache(tmp_path) is None
+    (tmp_path / "index3" / "size").unlink()
+    (tmp_path / "index3" / "type").write_text("Instruction\n")  # no third level: is it hidden?
+    assert memcpy.last_cache(tmp_path) is None
     assert memcpy.last_cache(tmp_path / "nothing") is None
 
 

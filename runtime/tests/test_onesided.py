@@ -154,7 +154,7 @@ def test_many_fetches_share_few_credits(over: str, protocol: str) -> None:
     count = 300
     with _ends(over, {"protocol": protocol, "depth": 16, "inflight": 50}) as (channel, shelf, _, server):
         generator = random.Random(7)
-        sizes = [generator.choice([0, 8, 900, 6000]) for _ in range(count)]
+        sizes = [generator.choice([0, 8, 900, 6000, 40_000]) for _ in range(count)]
         tensors = [
             pattern_tensor(TensorSpec((size,), np.dtype(np.uint8)), at, server.arena if at % 3 else None)
             for at, size in enumerate(sizes)

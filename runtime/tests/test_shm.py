@@ -25,6 +25,7 @@ from runtime.errors import (
     CorruptMessageError,
     PeerLostError,
     ProtocolMismatchError,
+    ShapeError,
     TransportError,
     UnauthenticatedError,
 )
@@ -32,11 +33,13 @@ from runtime.leaks import LeakWatch
 from runtime.memory.arena import Arena
 from runtime.tensor import TensorSpec
 from runtime.testing import End, Rank, Shelf, eventually, open_end, pair, pattern, pattern_tensor, spawn
+from runtime.transport.base import Lease, Reply
 from runtime.transport.onesided.link import Op, Region
+from runtime.transport.onesided.serving import ServingEndpoint
 from runtime.transport.shm import area, hello
 from runtime.transport.shm.hello import Hello
 from runtime.transport.shm.link import ShmLink
-from runtime.transport.shm.ring import Receiver
+from runtime.transport.shm.ring import _HEAD, Receiver
 from runtime.transport.shm.transport import ShmTransport
 
 MIB = 1 << 20
@@ -463,6 +466,80 @@ def _killed_in_mid_transfer(rank: Rank) -> None:
                     for future in fetched:
                         future.result(soon())
         assert pulled == 5
+
+
+def _serving(end: End) -> ServingEndpoint:
+    """The end of the one connection that others have made to ``end``."""
+    (found,) = [e for e in end.transport._endpoints if isinstance(e, ServingEndpoint)]  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("nbytes", [8, 20_000, 40_000])
+def test_a_peer_that_lies_about_its_ring_is_hung_up_on_and_holds_no_lease(nbytes: int) -> None:
+    with pair("shm") as (client, server):
+        tensor = pattern_tensor(bytes_spec(nbytes), 1, server.arena)
+        server.source.put("k", tensor)
+        into = np.empty(nbytes, np.uint8)
+        client.channel.fetch("k", into, deadline=soon()).result(soon())
+        assert np.array_equal(into, tensor) and eventually(lambda: server.source.leased == 0)
+        endpoint = _serving(server)
+        receiver = client.channel.link._receiver  # type: ignore[attr-defined]
+        receiver._reported = receiver._count  # else the client would put it right
+        receiver._words[_HEAD] = 1 << 40
+        endpoint.link._sender._room = 0
+        with pytest.raises(PeerLostError):
+            client.channel.fetch("k", into, deadline=soon()).result(soon())
+        assert isinstance(endpoint.reason, CorruptMessageError)
+        assert eventually(lambda: server.source.leased == 0)
+
+
+def test_a_tensor_that_cannot_travel_fails_its_fetch_only() -> None:
+    released = threading.Event()
+    broken = {
+        "times": np.zeros(3, "datetime64[s]"),
+        "small": np.arange(3, dtype=">f4"),
+        "large": np.zeros(20_000, ">f8"),
+    }
+
+    class Broken:
+        def take(self, key: str, reply: Reply) -> None:
+            reply(Lease(broken.get(key, pattern(100)), released.set))
+
+    with pair("shm", (None, Broken())) as (client, _):
+        for key, word in (("times", "M8"), ("small", "byte order"), ("large", "byte order")):
+            released.clear()
+            with pytest.raises(ShapeError, match=word):
+                client.channel.fetch(key, deadline=soon()).result(soon())
+            assert released.wait(10)
+        with pytest.raises(ShapeError, match="byte order"):
+            client.channel.fetch("fine", np.empty(25, ">f4"), deadline=soon())
+        assert np.array_equal(client.channel.fetch("fine", deadline=soon()).result(soon()), pattern(100))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "act", "messages", "copies"),
+    [
+        (32 << 10, "fetch", 1, 1),  # the message with the bytes
+        ((32 << 10) + 1, "fetch", 1, 0),  # an offer; then a release goes back
+        (4096, "borrow", 1, 1),
+        (4097, "borrow", 1, 0),
+    ],
+)
+def test_what_is_copied_through_the_ring_and_what_is_not(nbytes: int, act: str, messages: int, copies: int) -> None:
+    with pair("shm") as (client, server):
+        tensor = pattern_tensor(bytes_spec(nbytes), 1, server.arena)
+        server.source.put("k", tensor)
+        if act == "fetch":
+            into = np.empty(nbytes, np.uint8)
+            got = client.channel.fetch("k", into, deadline=soon()).result(soon())
+            assert np.array_equal(got, tensor)
+        else:
+            with client.channel.borrow("k", deadline=soon()).result(soon()) as view:
+                assert np.array_equal(view, tensor)
+        counters, endpoint = client.channel.counters, _serving(server)
+        assert (counters.messages_in, counters.copies) == (messages, copies)
+        assert eventually(lambda: endpoint.counters.messages_in == 2 - copies)  # the fetch, and a release
+        assert (endpoint.counters.copies, endpoint.counters.served) == (copies, 1)
 
 
 def test_wake_ups_are_never_lost() -> None:

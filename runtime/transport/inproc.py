@@ -151,7 +151,7 @@ class InprocChannel(Channel):
                 return
             if pending is not None:
                 try:
-                    self._deliver(pending, answer.array)
+                    self._deliver(pending, answer.lent)
                 except ShapeError as error:  # a dtype that no transport takes
                     pending.fail(wire.error_from_text(wire.error_text(error).decode(), self.peer))
             answer.release()

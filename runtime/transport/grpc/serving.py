@@ -34,7 +34,7 @@ def _checked(answer: Lease | BaseException) -> Lease | BaseException:
     """The answer, or the error of a tensor that cannot travel."""
     if isinstance(answer, Lease):
         try:
-            _spec(answer.array.shape, answer.array.dtype)
+            _spec(answer.lent.shape, answer.lent.dtype)
         except ShapeError as error:
             answer.release()
             return error
@@ -158,7 +158,7 @@ class Session:
                 if not self._ended:
                     self._asked[tag] = asked
                 return wire.encode(Kind.LATER, tag)
-            if isinstance(answer, Lease) and answer.array.nbytes > self._chunk and not self._ended:
+            if isinstance(answer, Lease) and answer.lent.nbytes > self._chunk and not self._ended:
                 self._enqueue(tag, answer)
                 return wire.encode(Kind.LATER, tag)
         if isinstance(answer, BaseException):

@@ -207,7 +207,7 @@ class OneSidedChannel(Endpoint, Channel):
         return None
 
     def _completed(self, fetch: Fetching, result: Any, nbytes: int) -> Action:
-        """``_finish`` of a fetch for which no memory is held: with what the caller set into the future once the lock is free."""
+        """``_finish`` of a fetch for which no memory is held: with what the caller sets into the future once the lock is free."""
         self.counters.bytes_in += nbytes
         del self._pending[fetch.request]
         if fetch.started_ns:

@@ -16,6 +16,8 @@ from runtime.transport.onesided.protocol import family, spec_bytes
 if TYPE_CHECKING:
     from runtime.transport.onesided.transport import OneSidedTransport
 
+_SMALL_BYTES = 4096
+
 
 class Destinations:
     """Belongs to one channel, whose lock is held around every call."""
@@ -25,7 +27,7 @@ class Destinations:
         self._link = link
         self._counters = counters
         # Fresh destinations up to this size are no arena memory: the bookkeeping would cost more than the eager copy.
-        self._small = min(eager_limit, transport.settings.eager_threshold)
+        self._small = min(eager_limit, transport.settings.eager_threshold, _SMALL_BYTES)
         self._metadata: OrderedDict[str, TensorSpec] = OrderedDict()
         self._metadata_cache = transport.settings.metadata_cache
 

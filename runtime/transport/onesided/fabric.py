@@ -21,12 +21,11 @@ from functools import partial
 import numpy as np
 
 from runtime.errors import ConfigError
-from runtime.transport.onesided.link import Completion, Link, Region
+from runtime.transport.onesided.link import NO_REGION, Completion, Link, Region
 
 _PORT = struct.Struct("<48sqq")  # task name, when its outgoing and its incoming half are free (ns of CLOCK_MONOTONIC)
 _PORTS = 256
 _NOTHING = np.empty(0, np.uint8)
-_NOWHERE = Region(0, 0, 0)
 
 
 class Fabric:
@@ -121,7 +120,7 @@ class FabricLink(Link):
     ) -> None:
         due = self.fabric.reserve(self.task, self.peer, local.nbytes)
         self.inner.post_write(local, remote, None, signalled=False)
-        self._at(due, partial(self.inner.post_write, _NOTHING, _NOWHERE, imm, tag, signalled))
+        self._at(due, partial(self.inner.post_write, _NOTHING, NO_REGION, imm, tag, signalled))
 
     def post_read(self, local: np.ndarray, remote: Region, tag: int = 0, signalled: bool = True) -> None:
         due = self.fabric.reserve(self.peer, self.task, local.nbytes)

@@ -85,7 +85,7 @@ class Link(ABC):
     def region(self, buffer: np.ndarray) -> Region:
         """The exported region of a C-contiguous buffer that lies in registered memory; ValueError if it does not.
 
-        An empty buffer has ``Region(0, 0, 0)``, wherever it lies."""
+        An empty buffer has ``NO_REGION``, wherever it lies."""
 
     @abstractmethod
     def post_send(self, message: bytes | bytearray | memoryview, tag: int = 0, signalled: bool = False) -> None:

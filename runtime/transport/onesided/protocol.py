@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from runtime.errors import ShapeError
 from runtime.tensor import TensorSpec, byte_view
 from runtime.transport.onesided import messages
 from runtime.transport.onesided.link import Link
@@ -53,11 +54,14 @@ def family(key: str) -> str:
 
 @functools.lru_cache(maxsize=8192)
 def _spec_bytes(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
-    return messages.encode_spec(TensorSpec(shape, dtype))
+    spec = TensorSpec(shape, dtype)
+    if spec.dtype != dtype:  # the bytes travel as they lie
+        raise ShapeError(f"{spec} is not in this machine's byte order; convert it, or give a destination that is")
+    return messages.encode_spec(spec)
 
 
 def spec_bytes(array: np.ndarray) -> bytes:
-    """The array's shape and dtype as they travel; cached, because TensorSpec checks what it is made of."""
+    """The array's shape and dtype as they travel; ShapeError if it cannot. Cached, because TensorSpec checks what it is made of."""
     return _spec_bytes(array.shape, array.dtype)
 
 
@@ -67,7 +71,7 @@ def flat(array: np.ndarray) -> np.ndarray:
 
 
 def flat_memory(array: np.ndarray) -> memoryview:
-    """The bytes of a C-contiguous, not empty array as a writable memoryview: cheaper than numpy for small copies."""
+    """The bytes of a C-contiguous, not empty array as a memoryview: cheaper than numpy for small copies."""
     try:
         return array.data.cast("B")
     except (TypeError, ValueError):  # complex: memoryview knows no such format

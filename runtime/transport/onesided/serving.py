@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from runtime import wire
-from runtime.errors import ArenaFullError, CorruptMessageError
+from runtime.errors import CorruptMessageError
 from runtime.future import Future
 from runtime.memory.arena import Block
 from runtime.tensor import TensorSpec
@@ -30,8 +30,8 @@ _EAGER = int(Kind.EAGER)
 _READ, _BORROW = Mode.READ, Mode.BORROW
 # A peer may have this many fetches unanswered; its own limit (``Settings.inflight``) is lower or the same.
 _MAX_ACTIVE = (1 << 16) + 1
-# Up to this size joining header and payload costs less than writing them one after the other.
-_JOINED_BYTES = 1024
+# Below this size joining header and payload costs less than writing them one after the other.
+_GATHERED_BYTES = 4096
 # Pieces in which a source outside the arena is copied into it while the peer already reads the piece before.
 _STAGING_CHUNK = 1 << 20
 
@@ -92,67 +92,76 @@ class ServingEndpoint(Endpoint):
     def answer(self, answer: Answer, outcome: Lease | BaseException) -> None:
         """The source's reply; any thread, once."""
         lease = outcome if isinstance(outcome, Lease) else None
+        spent: Lease | None = None
         with self._lock:
             if answer.given or self._reason is not None:
-                if lease is not None:
-                    self._after.append((Lease.release, lease))
-            elif lease is None:
-                answer.given = True
-                self._refuse(answer, outcome)  # type: ignore[arg-type]
+                spent = lease
             else:
                 answer.given = True
-                array = lease.lent
-                fetch = answer.fetch
-                nbytes = array.nbytes
-                if nbytes <= fetch.eager_limit and nbytes <= self._small:
-                    # All that latency is measured by: answered on the spot, and the lease is given back below.
-                    data = spec_bytes(array)
-                    head = pack_eager(_EAGER, 0, 0, fetch.request, 0, len(data)) + data
-                    if nbytes > _JOINED_BYTES and array.flags.c_contiguous:
-                        self._send_gathered(head, flat_memory(array))
+                answer.lease = lease
+                try:
+                    if lease is None:
+                        self._refuse(answer, outcome)  # type: ignore[arg-type]
+                    elif lease.lent.nbytes <= answer.fetch.eager_limit and lease.lent.nbytes <= self._small:
+                        # All that latency is measured by: answered on the spot, and the lease is given back below.
+                        self._send_eagerly(answer.fetch.request, lease.lent)
+                        del self._active[answer.fetch.request]
+                        spent = lease
                     else:
-                        self._send(head + array.tobytes())
-                    counters = self.counters
-                    if nbytes:
-                        counters.copies += 1
-                    counters.served += 1
-                    counters.bytes_out += nbytes
-                    del self._active[fetch.request]
-                    answer = None  # type: ignore[assignment]
-                else:
-                    answer.lease = lease
-                    self._respond(answer, array)
+                        self._respond(answer, lease.lent)
+                except Exception as error:
+                    self._unanswerable(answer, error)
             if self._after:
                 after, self._after = self._after, []
             else:
                 after = None
-        if answer is None:
-            lease.release()  # type: ignore[union-attr]
+        if spent is not None:
+            spent.release()
         if after is not None:
             run(after)
+
+    def _send_eagerly(self, request: int, array: np.ndarray) -> None:
+        nbytes = array.nbytes
+        data = spec_bytes(array)
+        head = pack_eager(_EAGER, 0, 0, request, 0, len(data)) + data
+        if nbytes >= _GATHERED_BYTES and array.flags.c_contiguous:
+            self._send_gathered(head, flat_memory(array))
+        else:
+            self._send(head + array.tobytes())
+        counters = self.counters
+        if nbytes:
+            counters.copies += 1
+        counters.served += 1
+        counters.bytes_out += nbytes
 
     def _respond(self, answer: Answer, array: np.ndarray) -> None:
         fetch = answer.fetch
         nbytes = array.nbytes
         mode = fetch.mode
+        if nbytes <= fetch.eager_limit:
+            self._stream(answer, array, spec_bytes(array))
+            return
+        answer.array = array
+        if mode is _READ or mode is _BORROW:
+            self._offer(answer, array)
+        elif mode is not Mode.WRITE:
+            self._paper.respond(answer, array)
+        elif fetch.into.nbytes == nbytes and fetch.spec_bytes == spec_bytes(array):
+            self._write_to(answer, fetch.into)
+        else:
+            self._send(messages.encode_metadata(fetch.request, spec_bytes(array)))
+
+    def _unanswerable(self, answer: Answer, error: Exception) -> None:
+        """Tell the peer why; where not even that goes, or the peer broke the protocol, hang up. What the answer holds is let go
+        of either way."""
         try:
-            if nbytes <= fetch.eager_limit:
-                self._stream(answer, array, spec_bytes(array))
-                return
-            answer.array = array
-            if mode is _READ or mode is _BORROW:
-                self._offer(answer, array)
-            elif mode is not Mode.WRITE:
-                self._paper.respond(answer, array)
-            elif fetch.into.nbytes == nbytes and fetch.spec_bytes == spec_bytes(array):
-                self._write_to(answer, fetch.into)
-            else:
-                self._send(messages.encode_metadata(fetch.request, spec_bytes(array)))
-        except CorruptMessageError as error:
-            self._fail(error)
-            self.link.abort(error)
-        except (ArenaFullError, OSError) as error:
+            if isinstance(error, CorruptMessageError):
+                raise error
             self._refuse(answer, error)
+        except Exception as fault:
+            reason = self._translated(fault)
+            self._fail(reason)
+            self.link.abort(reason)
 
     def _on_fetch(self, message: memoryview) -> Action | None:
         fetch = messages.decode_fetch(message)

@@ -15,7 +15,7 @@ class Settings:
     settings of its own derives from this class.
 
     protocol         how a fetch moves its bytes; ``auto``: eager to the threshold, then what the link prefers
-    eager_threshold  bytes of tensor up to which ``auto`` copies through the message ring
+    eager_threshold  bytes of tensor up to which ``auto`` copies through the message ring (a borrow: to 4 KiB at most)
     chunk_bytes      pieces in which a copy into staging memory overlaps the transfer, and longest single operation;
                      0: as long as the link allows
     inflight         fetches that may be outstanding on a channel; more wait at this end

@@ -68,7 +68,7 @@ class OneSidedTransport(Transport):
     @abstractmethod
     def _export(self, array: np.ndarray) -> Region:
         """The region by which any peer of this transport reaches an array in the arena; ValueError if it lies outside.
-        An empty array has ``Region(0, 0, 0)``."""
+        An empty array has ``NO_REGION``."""
 
     @abstractmethod
     def _stop_listening(self) -> None:
