@@ -2,5 +2,5 @@
 
 import os
 
-# Otherwise gRPC's core reports every orderly close of a peer on stderr. Read when gRPC is imported.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# As the control plane's (``runtime/cluster/rpc.py``), whichever is imported first: what goes wrong is ours to report, in one line.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
