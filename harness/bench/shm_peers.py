@@ -11,6 +11,7 @@ fetch          channel fetch, doorbell spinning for 60 us and then blocking on a
 fetch_blocked  the same with spin_us = 0: every message rings an eventfd
 borrow         a view of the peer's memory, and its release
 link_read      the raw Link's read: what a memcpy from the peer's memory costs
+ring           8 bytes there and back through the Link's rings alone: what `fetch` takes above it is rendezvous in Python
 grpc           fetch over our gRPC transport
 mpi:...        mpi4py, blocking Send and Recv
 =============  ===================================================================================
@@ -36,11 +37,13 @@ from runtime.tensor import TensorSpec
 from runtime.testing import End, Rank, pattern_tensor, spawn
 from runtime.transport.grpc import allocator
 from runtime.transport.onesided.channel import OneSidedChannel
+from runtime.transport.onesided.endpoint import Endpoint
 from runtime.transport.onesided.link import Op, Region
 from runtime.transport.onesided.transport import OneSidedTransport
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = [8, 4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
+_SMALLEST = 8
+SIZES = [_SMALLEST, 4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
 ROOT = Path(__file__).resolve().parents[2]
 _TURN_S = 0.2
 _AT_MOST = 3000
@@ -60,6 +63,8 @@ def measure(rank: Rank, sizes: list[int], rounds: int, mpi: list[str]) -> Figure
             "fetch_blocked": stack.enter_context(rank.connect("shm", arena_bytes=nbytes, params={"spin_us": 0})),
             "grpc": stack.enter_context(rank.connect("grpc", arena_bytes=nbytes)),
         }
+        for _ in range(rounds):
+            figures["ring"][_SMALLEST].append(_round_trip(rank, ends["fetch"]))
         for size in sizes:
             spec = TensorSpec((size,), np.dtype(np.uint8))
             regions = None
@@ -128,6 +133,29 @@ def _link_read(end: End, into: np.ndarray, region: Region) -> Turn:
     return turn
 
 
+def _round_trip(rank: Rank, end: End) -> float:
+    """Median seconds of a message of 8 bytes and its echo, both ends spinning. Collective."""
+    own = end.transport._endpoints  # type: ignore[attr-defined]
+    endpoint = end.channel if rank.rank == 0 else next(one for one in own if one is not end.channel)
+    assert isinstance(endpoint, Endpoint)
+    post, take = endpoint.link.post_unsignalled, endpoint.link.take
+    elapsed: list[int] = []
+    with endpoint._lock:  # else its progress thread would take the messages
+        endpoint.disarm()
+        rank.barrier()
+        for _ in range(_AT_MOST):
+            start = time.monotonic_ns()
+            if rank.rank == 0:
+                post(b"8 bytes.")
+            while take() is None:
+                pass
+            if rank.rank == 1:
+                post(b"8 bytes.")
+            elapsed.append(time.monotonic_ns() - start)
+        rank.barrier()
+    return statistics.median(elapsed) * 1e-9
+
+
 def _median(turn: Turn) -> float:
     """Seconds of the median call, out of as many as fit into a turn (at least three), after one that does not count."""
     turn()
@@ -163,8 +191,8 @@ def report(figures: Figures) -> str:
     lines.append(f"{'bytes':>10}" + "".join(f"{name:>18}" for name in names))
     medians = {name: {size: statistics.median(values) for size, values in figures[name].items()} for name in names}
     for size in figures["fetch"]:
-        cells = [medians[name][size] for name in names]
-        texts = [f"{s * 1e6:.1f}" + (f" ({size / s / 1e9:.1f})" if size >= MIB else "") for s in cells]
+        cells = [medians[name].get(size) for name in names]
+        texts = [f"{s * 1e6:.1f}" + (f" ({size / s / 1e9:.1f})" if size >= MIB else "") if s else "-" for s in cells]
         lines.append(f"{size:>10}" + "".join(f"{text:>18}" for text in texts))
     lines.append(
         "times as quick as (bar): fetch to grpc (20 to 64 KiB, 14 at 1 MiB, 4.5 from 16 MiB); to MPI and link_read"
@@ -172,7 +200,7 @@ def report(figures: Figures) -> str:
     for size in figures["fetch"]:
         fetch = medians["fetch"][size]
         others = [name for name in names if name not in ("fetch", "borrow", "fetch_blocked")]
-        ratios = "  ".join(f"{name} {medians[name][size] / fetch:.2f}" for name in others)
+        ratios = "  ".join(f"{name} {medians[name][size] / fetch:.2f}" for name in others if size in medians[name])
         lines.append(f"{size:>10}  {ratios}")
     return "\n".join(lines)
 
